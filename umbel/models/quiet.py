@@ -1,0 +1,34 @@
+"""Silence for library noise that says nothing about the run: progress bars, notes between libraries."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# PEFT sets the storage order of each layer by itself and warns about doing so; it also asks Transformers for
+# a property under its older name.
+_NOTES = ("fan_in_fan_out is set to", "`is_gradient_checkpointing` is deprecated")
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Turn Transformers' progress bars off for the block and back to what they were after it."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_notes() -> Iterator[None]:
+    """Drop the known, harmless warnings of PEFT for the block; all others pass."""
+    with warnings.catch_warnings():
+        for note in _NOTES:
+            warnings.filterwarnings("ignore", message=note)
+        yield

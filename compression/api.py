@@ -1,0 +1,356 @@
+"""encode, decode, accumulate: the whole codec as its callers see it.
+
+A frame is a pure function of (arrays, layout, policy, seed, round, base). Decoding is sized by the
+receiver's layout and refuses, with FrameError, anything that does not fit it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from compression.codecs.base import SEGMENT, segments
+from compression.errors import FrameError, NonFiniteError
+from compression.finite import first_non_finite
+from compression.frame import FrameHeader, FrameWriter, GroupHeader, section_views
+from compression.frame import read_header as _read_header
+from compression.kernels import kernels
+from compression.layout import DTYPES, Layout, TensorSpec
+from compression.limits import DEFAULT_LIMITS, Limits
+from compression.policy import Policy, parse_policy
+from compression.registry import build
+from compression.rng import stream_key
+from compression.source import Source, Target, offsets_of
+from compression.spec import parse
+from umbel.errors import ConfigError
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def check_policy(policy: Policy | str) -> Policy:
+    """Parse a policy and build every codec it names. Raises ConfigError in words."""
+    parsed = parse_policy(policy) if isinstance(policy, str) else policy
+    for _, pipeline in parsed.rules:
+        build(pipeline)
+    return parsed
+
+
+def encode(
+    arrays: Arrays,
+    layout: Layout,
+    policy: Policy | str = "exact",
+    *,
+    seed: int = 0,
+    round_index: int = 0,
+    base: str = "",
+    base_arrays: Arrays | None = None,
+) -> bytes:
+    """Encode named arrays into one frame.
+
+    `arrays` match `layout` in name, shape and dtype; they may be non-contiguous and are not modified.
+    `seed` feeds the random stages (derive it from run, round, site and direction), `round_index` counts
+    from 1, `base` names the state a delta refers to. `base_arrays` (same layout) are needed by `xor` only.
+
+    Raises EncodeError (NonFiniteError for NaN or infinity) with `.tensor`, ConfigError for an illegal policy.
+    """
+    writer = FrameWriter()
+    frame = encode_into(
+        writer, arrays, layout, policy, seed=seed, round_index=round_index, base=base, base_arrays=base_arrays
+    )
+    return bytes(frame)
+
+
+def encode_into(
+    writer: FrameWriter,
+    arrays: Arrays,
+    layout: Layout,
+    policy: Policy | str = "exact",
+    *,
+    seed: int = 0,
+    round_index: int = 0,
+    base: str = "",
+    base_arrays: Arrays | None = None,
+) -> memoryview:
+    """As `encode`, into a writer whose memory is reused; the view is valid until the writer's next use."""
+    policy = check_policy(policy)
+    ordered = layout.ordered(arrays)
+    bases = layout.ordered(base_arrays) if base_arrays is not None else None
+    writer.reset()
+    groups = []
+    for number, (pipeline, indices) in enumerate(policy.groups(layout)):
+        codec = build(pipeline)
+        entries = [layout.entries[i] for i in indices]
+        chosen = [ordered[i] for i in indices]
+        if hasattr(codec, "encode_bytes"):
+            group_bases = _parts(entries, [bases[i] for i in indices]) if bases is not None else None
+            encoded = codec.encode_bytes(entries, _finite_parts(entries, chosen), writer, group_bases)
+        else:
+            encoded = codec.encode(Source(entries, chosen), writer, group_seed(seed, number))
+        groups.append(GroupHeader(encoded.pipeline.wire(), encoded.nnz, writer.take_sections()))
+    return writer.finish(
+        FrameHeader(layout.digest(), layout.numel, policy.wire(), seed, round_index, base, tuple(groups))
+    )
+
+
+def decode(
+    frame: bytes | memoryview,
+    layout: Layout,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    base: str | None = None,
+    base_arrays: Arrays | None = None,
+) -> dict[str, np.ndarray]:
+    """Decode a frame into fresh arrays of the layout's shapes and dtypes, in layout order.
+
+    With `base` given, a frame made against another base is refused. Raises FrameError only.
+    """
+    header = read_header(frame, limits)
+    opened = _open(frame, header, layout, base, base_arrays)
+    found: dict[str, np.ndarray] = {}
+    for group in opened:
+        found.update(group.decode())
+    return {entry.name: found[entry.name] for entry in layout.entries}
+
+
+def accumulate(
+    frame: bytes | memoryview,
+    layout: Layout,
+    out: np.ndarray,
+    weight: float,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    verified: bool = False,
+    base: str | None = None,
+    base_arrays: Arrays | None = None,
+) -> None:
+    """out += weight * decode(frame), in float64, segment by segment.
+
+    `out` has shape (layout.numel,) and dtype float64. A bad frame raises FrameError and leaves `out` as it
+    was: the frame is first decoded once without effect, unless the caller has done so and says
+    `verified=True`.
+    """
+    accumulate_many(
+        [frame], layout, out, [weight], limits=limits, verified=verified, base=base, base_arrays=base_arrays
+    )
+
+
+def accumulate_many(
+    frames: Sequence[bytes | memoryview],
+    layout: Layout,
+    out: np.ndarray,
+    weights: Sequence[float],
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    verified: bool = False,
+    base: str | None = None,
+    base_arrays: Arrays | None = None,
+) -> None:
+    """out += sum of weight * decode(frame), frame after frame per segment, so that `out` stays in cache.
+
+    Equal to calling `accumulate` in the order given, bit for bit. Memory does not grow with the number of
+    frames.
+    """
+    if out.shape != (layout.numel,) or out.dtype != np.float64 or not out.flags.c_contiguous:
+        raise ValueError(
+            f"out must be a contiguous float64 array of shape ({layout.numel},), got {out.dtype} {out.shape}"
+        )
+    opened = []
+    for frame in frames:
+        groups = _open(frame, read_header(frame, limits), layout, base, base_arrays)
+        if not verified:
+            for group in groups:
+                group.verify()
+        opened.append(groups)
+    if opened and all(_same_grouping(groups, opened[0]) for groups in opened):
+        for same in zip(*opened):
+            _add_together(same, layout, out, weights)
+        return
+    for groups, weight in zip(opened, weights):
+        for group in groups:
+            _add_together([group], layout, out, [weight])
+
+
+def predict_bytes(layout: Layout, policy: Policy | str) -> int | None:
+    """Exact frame size in bytes for fixed-rate policies (seed, round and base at their defaults), else
+    None."""
+    policy = check_policy(policy)
+    groups = []
+    for pipeline, indices in policy.groups(layout):
+        codec = build(pipeline)
+        entries = [layout.entries[i] for i in indices]
+        sections = codec.fixed_sections(entries)
+        if sections is None:
+            return None
+        nnz = codec.num_kept(entries) if hasattr(codec, "num_kept") else sum(e.numel for e in entries)
+        groups.append(GroupHeader(pipeline.wire(), nnz, sections))
+    header = FrameHeader(layout.digest(), layout.numel, policy.wire(), 0, 0, "", tuple(groups))
+    return 12 + len(header.to_bytes()) + sum(n for g in groups for _, n in g.sections) + 8
+
+
+def read_header(frame: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> FrameHeader:
+    """The validated header of a frame (checksum included) without decoding the body. Raises FrameError."""
+    return _read_header(frame, limits)
+
+
+def group_seed(seed: int, number: int) -> int:
+    """Independent 64-bit seed for each group of a frame."""
+    return stream_key(seed, number)
+
+
+class _Group:
+    """One group of a received frame, checked and ready to decode."""
+
+    def __init__(
+        self, codec: Any, views: dict, entries: list[TensorSpec], header: GroupHeader, seed: int
+    ) -> None:
+        self.entries = entries
+        self.starts = offsets_of(entries)
+        self.codec, self.views, self.nnz = codec, views, header.nnz
+        self.bases: list[np.ndarray] | None = None
+        self.is_bytes = hasattr(codec, "decode_bytes")
+        self.decoder: Any = None if self.is_bytes else codec.open(views, entries, header.nnz, seed)
+        self._parts: list[np.ndarray] | None = None
+
+    def parts(self) -> list[np.ndarray]:
+        """Byte codecs: the decoded tensors as flat arrays, finite."""
+        if self._parts is None:
+            parts = self.codec.decode_bytes(self.views, self.entries, self.nnz, self.bases)
+            for entry, part in zip(self.entries, parts):
+                if first_non_finite(part) >= 0:
+                    raise FrameError("non_finite", entry.name)
+            self._parts = parts
+        return self._parts
+
+    def decode(self) -> dict[str, np.ndarray]:
+        if self.is_bytes:
+            parts = self.parts()
+            return {e.name: np.array(part).reshape(e.shape) for e, part in zip(self.entries, parts)}
+        target = Target(self.entries)
+        for start, stop in segments(target.numel, self.decoder.segment):
+            direct = target.view(start, stop)
+            piece = np.empty(stop - start, np.float32) if direct is None else direct
+            self.segment(start, piece)
+            if direct is None:
+                target.put(start, piece)
+        return target.arrays()
+
+    def segment(self, start: int, out: np.ndarray) -> None:
+        self.decoder.decode(start, out)
+        if first_non_finite(out) >= 0:
+            raise FrameError("non_finite", "a decoded value")
+
+    def verify(self) -> None:
+        if self.is_bytes:
+            self.parts()
+            return
+        scratch = np.empty(min(self.decoder.segment, max(self.starts[-1], 1)), np.float32)
+        for start, stop in segments(self.starts[-1], self.decoder.segment):
+            self.segment(start, scratch[: stop - start])
+
+
+def _open(
+    frame: bytes | memoryview,
+    header: FrameHeader,
+    layout: Layout,
+    base: str | None,
+    base_arrays: Arrays | None,
+) -> list[_Group]:
+    if header.layout_digest != layout.digest() or header.numel != layout.numel:
+        raise FrameError("layout", "made for other tensors than this receiver expects")
+    if base is not None and header.base != base:
+        raise FrameError("base", f"made against {header.base[:80]!r}, this receiver holds {base[:80]!r}")
+    try:
+        policy = parse_policy(header.policy)
+        expected = policy.groups(layout)
+        pipelines = [parse(group.spec) for group in header.groups]
+        codecs = [build(pipeline) for pipeline in pipelines]
+    except ConfigError as error:
+        raise FrameError("spec", str(error)[:200]) from error
+    if policy.wire() != header.policy or [p.wire() for p in pipelines] != list(header.specs):
+        raise FrameError("spec", "not canonical")
+    if len(expected) != len(header.groups):
+        raise FrameError("groups", f"{len(header.groups)}, expected {len(expected)}")
+    groups = []
+    for number, (views, (wanted, indices)) in enumerate(zip(section_views(frame, header), expected)):
+        if pipelines[number].names[0] != wanted.names[0]:
+            raise FrameError("spec", f"{pipelines[number]} where the policy says {wanted}")
+        entries = [layout.entries[i] for i in indices]
+        group = _Group(codecs[number], views, entries, header.groups[number], group_seed(header.seed, number))
+        if base_arrays is not None and group.is_bytes:
+            group.bases = _parts(entries, [layout.ordered(base_arrays)[i] for i in indices])
+        groups.append(group)
+    return groups
+
+
+def _parts(entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.ascontiguousarray(a, DTYPES[e.dtype]).reshape(-1) for e, a in zip(entries, arrays)]
+
+
+def _finite_parts(entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    parts = _parts(entries, arrays)
+    for entry, part in zip(entries, parts):
+        if first_non_finite(part) >= 0:
+            raise NonFiniteError(entry.name, "holds a NaN or an infinite value. Nothing of it is sent.")
+    return parts
+
+
+def _same_grouping(left: list[_Group], right: list[_Group]) -> bool:
+    def shape(groups: list[_Group]) -> list:
+        return [(g.entries, g.decoder.segment if g.decoder else 0) for g in groups]
+
+    return shape(left) == shape(right)
+
+
+def _add_together(
+    groups: Sequence[_Group], layout: Layout, out: np.ndarray, weights: Sequence[float]
+) -> None:
+    first = groups[0]
+    places = dict(zip((e.name for e in layout.entries), layout.offsets))
+    runs = _runs(first, places)
+    if first.is_bytes:
+        for group, weight in zip(groups, weights):
+            _add_parts(group, places, out, weight)
+        return
+    scratch = np.empty(min(first.decoder.segment, max(first.starts[-1], 1)), np.float32)
+    for start, stop in segments(first.starts[-1], first.decoder.segment):
+        pieces = _pieces(runs, start, stop)
+        for group, weight in zip(groups, weights):
+            if len(pieces) == 1:
+                (_, _, place), size = pieces[0], stop - start
+                if group.decoder.accumulate(start, out[place : place + size], float(weight)):
+                    continue
+            values = scratch[: stop - start]
+            group.segment(start, values)
+            for low, high, place in pieces:
+                kernels(high - low).axpy(values[low:high], out[place : place + high - low], float(weight))
+
+
+def _add_parts(group: _Group, places: dict[str, int], out: np.ndarray, weight: float) -> None:
+    for entry, part in zip(group.entries, group.parts()):
+        place = places[entry.name]
+        for start, stop in segments(part.size, SEGMENT):
+            out[place + start : place + stop] += part[start:stop].astype(np.float64) * weight
+
+
+def _runs(group: _Group, places: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(start in group, stop in group, place in the layout) of every maximal contiguous run."""
+    runs: list[tuple[int, int, int]] = []
+    for entry, start in zip(group.entries, group.starts):
+        stop, place = start + entry.numel, places[entry.name]
+        if runs and runs[-1][2] + runs[-1][1] - runs[-1][0] == place:
+            runs[-1] = (runs[-1][0], stop, runs[-1][2])
+        else:
+            runs.append((start, stop, place))
+    return runs
+
+
+def _pieces(runs: list[tuple[int, int, int]], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """The runs cut to [start, stop), as (low, high) relative to `start` and the place of `low`."""
+    cut = []
+    for low, high, place in runs:
+        left, right = max(low, start), min(high, stop)
+        if left < right:
+            cut.append((left - start, right - start, place + left - low))
+    return cut

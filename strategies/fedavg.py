@@ -1,0 +1,60 @@
+"""FedAvg, and FedIT when what is averaged is an adapter.
+
+    x  <-  sum_i w_i x_i / sum_i w_i        w_i = tokens trained (or 1)
+
+(McMahan et al. 2017, arXiv 1602.05629, Algorithm 1; for LoRA factors: Zhang et al. 2023, arXiv 2305.05644.) Sums
+run in float64 in canonical site order: the result does not depend on who answered first.
+
+Averaging A and B apart is not averaging B A. The error of the served adapter against the exact weighted mean of
+the products is therefore stated every round (`exactness`); it is not corrected here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from strategies.aggregation.certificate import factor_mean_error
+from strategies.aggregation.layers import pair_layers
+from strategies.aggregation.mean import WeightedMean
+from strategies.base import Capabilities, Outcome, SiteUpdate, UmbelStrategy
+from strategies.contributions import Contributions
+
+
+class FedAvg(UmbelStrategy):
+    """Weighted mean of the sites' values."""
+
+    name = "fedavg"
+    capabilities = Capabilities(secure_sums=True, joiner_needs="the current state")
+
+    def aggregate(
+        self,
+        state: Mapping[str, np.ndarray],
+        updates: Iterable[SiteUpdate],
+        *,
+        expected_weight: float | None = None,
+    ) -> Outcome:
+        """Return the mean of the updates and, for adapters, how exact it is."""
+        pairs = pair_layers(state) if self.scales else {}
+        normalise = "fixed" if self.config.clients.normalise == "fixed" else "received"
+        mean = WeightedMean(state, normalise=normalise, expected_weight=expected_weight)  # type: ignore[arg-type]
+        with Contributions([n for pair in pairs.values() for n in pair]) as kept:
+            for update in updates:
+                mean.add(update.arrays, update.weight)
+                kept.add(update.weight, update.arrays)
+            served = mean.result()
+            metrics = {}
+            if pairs:
+                report = factor_mean_error(self._layers(served, pairs, kept))
+                metrics["exactness"] = {
+                    k: report[k] for k in ("relative_error", "worst_layer", "worst_layer_error")
+                }
+        return Outcome(served, metrics)
+
+    def _layers(
+        self, served: Mapping[str, np.ndarray], pairs: Mapping[str, tuple[str, str]], kept: Contributions
+    ) -> Iterator[tuple]:
+        for module, (a_name, b_name) in pairs.items():
+            terms = [(w, a, b) for (w, a), (_, b) in zip(kept.of(a_name), kept.of(b_name), strict=True)]
+            yield module, self.scales[module], terms, served[a_name], served[b_name]

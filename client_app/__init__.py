@@ -1,0 +1,1 @@
+"""The site: receives an instruction, works on data that never leaves, answers with an update."""

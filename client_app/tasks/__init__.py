@@ -1,0 +1,1 @@
+"""Local work, one file a kind; no Flower inside, so that each runs and is tested alone."""

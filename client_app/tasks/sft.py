@@ -1,0 +1,201 @@
+"""Supervised fine-tuning between two rounds: AdamW over the site's own rows.
+
+One optimiser step takes `batch_size * accumulation` rows from the data cursor. Its gradient is that of
+
+    loss = sum of token losses / number of supervised tokens in the step
+
+whatever the number of micro-batches, because every part is divided by the tokens of the whole step. Between two
+steps the deadline is looked at; when it has passed, the result is partial and says how many tokens it stands for.
+Dropout is seeded by (run seed, round, site), data order by (run seed, site, epoch): never by what ran before.
+
+The update is the trained state itself (`payload = value`): with an exact codec the server then gets the very bits
+the site holds. What is *not* done here: validation of the result against other sites, aggregation, transport.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from client_app.batches import sequences
+from client_app.clock import Clock
+from client_app.precision import autocast
+from client_app.schedule import learning_rate
+from umbel.config.schema import Config
+from umbel.data.cursor import Cursor, take
+from umbel.errors import Refusal, RefusalKind
+from umbel.models.loss import row_loss
+from umbel.models.state import read_state, trainable_parameters
+from umbel.seeds import derive_seed
+
+
+@dataclass
+class TrainResult:
+    """Trained tensors and what they cost; `moments` are AdamW's, empty when they are not kept."""
+
+    arrays: dict[str, np.ndarray]
+    moments: dict[str, np.ndarray]
+    cursor: Cursor
+    tokens: int
+    steps: int
+    loss: float
+    partial: bool
+
+
+def train(
+    model: Any,
+    rows: list[Any],
+    config: Config,
+    clock: Clock,
+    *,
+    site: str,
+    round_index: int,
+    first_step: int,
+    total_steps: int,
+    cursor: Cursor,
+    moments: dict[str, np.ndarray],
+    precision: str,
+    max_tokens: int,
+    packing: bool,
+    local_steps: int,
+) -> TrainResult:
+    """Train `model` in place for `local_steps` steps or until the deadline and return the result.
+
+    `first_step` is the global step of the first local one. Raises Refusal: NON_FINITE when a loss or gradient is
+    not finite, DEADLINE when not even one step was possible.
+    """
+    import torch
+
+    settings = config.train
+    parameters = trainable_parameters(model, settings.mode)
+    optimizer = make_optimizer(parameters, config)
+    restore_moments(optimizer, parameters, moments)
+    model.train()
+    torch.manual_seed(derive_seed(config.run.seed, "dropout", site, round_index))
+    loss_sum, tokens, steps = 0.0, 0, 0
+    while steps < local_steps and not clock.expired:
+        picked, cursor = take(
+            cursor, len(rows), settings.batch_size * settings.accumulation, seed=config.run.seed, site=site
+        )
+        rate = learning_rate(
+            first_step + steps,
+            peak=settings.learning_rate,
+            total_steps=total_steps,
+            warmup_steps=settings.warmup_steps,
+            kind=settings.schedule,
+            min_lr_fraction=settings.min_lr_fraction,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        step_loss, step_tokens = one_step(
+            model,
+            [rows[i] for i in picked],
+            optimizer,
+            parameters,
+            config,
+            precision=precision,
+            max_tokens=max_tokens,
+            packing=packing,
+        )
+        if not math.isfinite(step_loss):
+            raise Refusal(
+                RefusalKind.NON_FINITE, f"the local loss became {step_loss} in step {steps + 1} of the round"
+            )
+        loss_sum += step_loss
+        tokens += step_tokens
+        steps += 1
+    model.eval()
+    if steps == 0:
+        raise Refusal(RefusalKind.DEADLINE, "no step could be finished before the deadline")
+    arrays = read_state(model, settings.mode)
+    refuse_non_finite(arrays)
+    kept = save_moments(optimizer, parameters) if settings.optimizer_state == "keep" else {}
+    return TrainResult(arrays, kept, cursor, tokens, steps, loss_sum / max(1, tokens), steps < local_steps)
+
+
+def one_step(
+    model: Any,
+    rows: list[Any],
+    optimizer: Any,
+    parameters: list[Any],
+    config: Config,
+    *,
+    precision: str,
+    max_tokens: int,
+    packing: bool,
+) -> tuple[float, int]:
+    """Do one optimiser step over `rows` and return (summed loss, supervised tokens)."""
+    import torch
+
+    size = config.train.batch_size
+    micro = [rows[i : i + size] for i in range(0, len(rows), size)]
+    parts = [s for m in micro for s in sequences(m, max_tokens=max_tokens, packing=packing)]
+    tokens = sum(len(s.targets) for s in parts)
+    if tokens == 0:
+        return 0.0, 0
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for s in parts:
+        with autocast(model, precision):
+            out = row_loss(model, s.input_ids, s.position_ids, s.keep, s.targets)
+        (out.loss / tokens).backward()
+        total += float(out.loss.detach())
+    if not math.isfinite(total):
+        return total, tokens
+    if config.train.clip_norm > 0:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
+        if not torch.isfinite(norm):
+            raise Refusal(RefusalKind.NON_FINITE, "the gradient is not finite")
+    optimizer.step()
+    return total, tokens
+
+
+def make_optimizer(parameters: list[Any], config: Config) -> Any:
+    """Return AdamW; weight decay applies to matrices only, not to norms and biases."""
+    import torch
+
+    t = config.train
+    decayed = [p for p in parameters if p.ndim >= 2]
+    plain = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": t.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=t.learning_rate, betas=(t.beta1, t.beta2))
+
+
+def save_moments(optimizer: Any, parameters: list[Any]) -> dict[str, np.ndarray]:
+    """Return AdamW's state as float32 arrays, named by the parameter's position in the trained set."""
+    out: dict[str, np.ndarray] = {}
+    for i, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            out[f"{i:05d}.{name}"] = value.detach().cpu().float().numpy().copy()
+    return out
+
+
+def restore_moments(optimizer: Any, parameters: list[Any], moments: dict[str, np.ndarray]) -> None:
+    """Put saved moments back; a set that does not fit the parameters is ignored as a whole."""
+    import torch
+
+    if not moments:
+        return
+    for i, parameter in enumerate(parameters):
+        state = {}
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            value = moments.get(f"{i:05d}.{name}")
+            if value is None:
+                continue
+            tensor = torch.from_numpy(value.copy())
+            state[name] = (
+                tensor if name == "step" else tensor.to(parameter.device, parameter.dtype).view_as(parameter)
+            )
+        if len(state) == 3:
+            optimizer.state[parameter] = state
+
+
+def refuse_non_finite(arrays: dict[str, np.ndarray]) -> None:
+    """Raise Refusal(NON_FINITE) naming the first tensor that holds NaN or Inf."""
+    for name, array in arrays.items():
+        floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+        if floating and not np.isfinite(array.astype(np.float32, copy=False)).all():
+            raise Refusal(RefusalKind.NON_FINITE, f"tensor {name} is not finite after training")

@@ -1,0 +1,190 @@
+"""What a process keeps warm between instructions: base model with adapter, tokenizer, tokenised rows.
+
+A cache and never the truth: dropping any entry leaves every result bit-identical, because the instruction's
+state overwrites all trainable tensors and all randomness comes from the instruction. Bounded: one model (many
+virtual sites share it), tokenised rows of the last few sites.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from client_app.identity import Identity
+from compression import Layout
+from compression.layout import Role
+from umbel.config import Config, to_json
+from umbel.errors import DataError, Refusal, RefusalKind
+from umbel.models.adapter import AdaptedModule
+from umbel.models.lora import LoraSettings
+from umbel.models.source import ModelSpec
+
+KEEP_MODELS = 1
+KEEP_DATASETS = 16
+
+
+@dataclass
+class SiteModel:
+    """A loaded model that an instruction's state can be written into."""
+
+    model: Any
+    tokenizer: Any
+    modules: list[AdaptedModule]
+    layout: Layout
+    device: str
+    packing: bool
+    load_seconds: float
+
+
+@dataclass
+class SiteData:
+    """Tokenised rows of one site; `heldout` rows are never trained on."""
+
+    train: list[Any]
+    heldout: list[Any]
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def model_spec(config: Config) -> ModelSpec:
+    """Return the model's description for `umbel.models`."""
+    m = config.model
+    return ModelSpec(
+        name=m.name,
+        revision=m.revision,
+        dtype=m.dtype,
+        attention=m.attention,
+        gradient_checkpointing=m.gradient_checkpointing,
+    )
+
+
+def lora_settings(config: Config) -> LoraSettings:
+    """Return the adapter's description for `umbel.models`."""
+    a = config.lora
+    return LoraSettings(
+        rank=a.rank,
+        alpha=a.alpha,
+        dropout=a.dropout,
+        target_modules=a.target_modules,
+        rslora=a.rslora,
+        rank_pattern=a.rank_pattern,
+        alpha_pattern=a.alpha_pattern,
+        dtype=a.dtype,
+    )
+
+
+def pick_device(wanted: str) -> str:
+    """Return 'cuda' or 'cpu'; asking for a GPU that is not there is refused."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise Refusal(
+            RefusalKind.REFUSED, "train.device = 'cuda' but this site has no usable GPU; use 'auto' or 'cpu'"
+        )
+    return "cuda" if there and wanted != "cpu" else "cpu"
+
+
+class Workbench:
+    """Least-recently-used caches of models and datasets, one per process."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[Hashable, SiteModel] = OrderedDict()
+        self._datasets: OrderedDict[Hashable, SiteData] = OrderedDict()
+
+    def model(self, config: Config) -> tuple[SiteModel, float]:
+        """Return the model of `config` and the seconds spent loading it now (0.0 when it was warm)."""
+        key = to_json(config, ("model", "lora")) + config.train.mode + config.train.device
+        started = time.monotonic()
+        found = _fetch(self._models, key, KEEP_MODELS, lambda: load_site_model(config))
+        return found, found.load_seconds if time.monotonic() - started > 0.5 * found.load_seconds else 0.0
+
+    def data(self, config: Config, site: Identity, tokenizer: Any) -> SiteData:
+        """Return the site's tokenised rows; raises Refusal(NO_DATA) with the reason when there are none."""
+        key = (to_json(config, ("data", "model")), config.run.seed, site.source, site.share, site.scheme)
+        return _fetch(self._datasets, key, KEEP_DATASETS, lambda: load_site_data(config, site, tokenizer))
+
+    def clear(self) -> None:
+        """Drop everything that is warm."""
+        self._models.clear()
+        self._datasets.clear()
+
+
+def _fetch(cache: OrderedDict, key: Hashable, size: int, build: Callable[[], Any]) -> Any:
+    if key not in cache:
+        while len(cache) >= size:
+            cache.popitem(last=False)
+        cache[key] = build()
+    cache.move_to_end(key)
+    return cache[key]
+
+
+def load_site_model(config: Config) -> SiteModel:
+    """Load base, tokenizer and (in mode 'lora') a fresh adapter on the training device."""
+    from umbel.models.adapter import adapted_modules, attach
+    from umbel.models.packing import supports_packing
+    from umbel.models.source import load_model, load_tokenizer
+    from umbel.models.state import read_state, role_of
+
+    started = time.monotonic()
+    spec = model_spec(config)
+    tokenizer = load_tokenizer(spec)
+    model = load_model(spec)
+    modules: list[AdaptedModule] = []
+    if config.train.mode == "lora":
+        model = attach(model, lora_settings(config))
+        modules = adapted_modules(model)
+    else:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+    device = pick_device(config.train.device)
+    model = model.to(device)
+    layout = Layout.from_arrays(read_state(model, config.train.mode), lambda n: Role[role_of(n).upper()])
+    packing = config.data.packing and supports_packing(model)
+    return SiteModel(model, tokenizer, modules, layout, device, packing, time.monotonic() - started)
+
+
+def load_site_data(config: Config, site: Identity, tokenizer: Any) -> SiteData:
+    """Read, share out, split and tokenise the rows of one site."""
+    from umbel.data.encode import encode_rows
+    from umbel.data.formats import detect_format
+    from umbel.data.partition import partition
+    from umbel.data.sources import load_rows
+    from umbel.data.split import heldout_split
+
+    d = config.data
+    try:
+        rows = load_rows(site.source)
+        index, count = site.share
+        if count > 1:
+            parts = partition(
+                rows, count, site.scheme, seed=config.run.seed, alpha=d.dirichlet_alpha, column=d.label_column
+            )
+            rows = [rows[i] for i in parts[index]]
+        if d.limit:
+            rows = rows[: d.limit]
+        row_format = detect_format(rows, d.format)
+        train_index, heldout_index = heldout_split(rows, d.heldout_fraction, max_heldout=d.heldout_max)
+        train, heldout = (
+            encode_rows(
+                [rows[i] for i in picked],
+                row_format,
+                tokenizer,
+                max_length=d.max_length,
+                completion_only=d.completion_only,
+            )
+            for picked in (train_index, heldout_index)
+        )
+    except DataError as error:
+        raise Refusal(RefusalKind.NO_DATA, str(error)) from error
+    counts = train.counts.as_dict()
+    if not train.rows:
+        raise Refusal(
+            RefusalKind.NO_DATA,
+            f"no row of this site is left to train on: {json.dumps(counts, sort_keys=True)}. "
+            f"data.max-length is {d.max_length}",
+        )
+    return SiteData(train.rows, heldout.rows, counts)

@@ -1,0 +1,1 @@
+"""The parameter server: the round engine and what it keeps on disk."""

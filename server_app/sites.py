@@ -1,0 +1,120 @@
+"""The institutions of a run: who is there, who fits, who is trusted.
+
+A site's identity is the name its operator gave it, never Flower's node id, which changes at every start. Joining
+compares what must agree (base weights, tokenizer, adapter, tensor layout) with a reference: the server's own where
+it can compute one, else what most of the joining sites say. What differs is refused, with both fingerprints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from umbel.digest import short
+
+MUST_AGREE = ("model", "tokenizer", "adapter", "layout")
+
+STRIKES_TO_QUARANTINE = 3
+STRIKE_WINDOW = 10
+
+
+@dataclass
+class Site:
+    """One institution. `settled` is (round, attempt) of its last committed update."""
+
+    name: str
+    node: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    settled: tuple[int, int] = (0, 0)
+    strikes: list[int] = field(default_factory=list)
+    quarantines: int = 0
+    banned_until: int = 0
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this site."""
+        return {
+            "settled": list(self.settled),
+            "strikes": self.strikes,
+            "quarantines": self.quarantines,
+            "banned_until": self.banned_until,
+        }
+
+
+class Registry:
+    """Sites by name, with the reference they are compared against."""
+
+    def __init__(self, reference: dict[str, str] | None = None) -> None:
+        self.reference: dict[str, str] = {k: v for k, v in (reference or {}).items() if v}
+        self.sites: dict[str, Site] = {}
+        self._memories: dict[str, dict[str, Any]] = {}
+
+    def recall(self, memories: dict[str, dict[str, Any]]) -> None:
+        """Take over the sites' records of a checkpoint; they apply when a site of that name joins."""
+        self._memories = dict(memories)
+
+    def memories(self) -> dict[str, dict[str, Any]]:
+        """Return the records of all sites ever seen, for a checkpoint."""
+        return {**self._memories, **{name: site.memory() for name, site in self.sites.items()}}
+
+    def set_reference(self, joining: list[dict[str, Any]]) -> None:
+        """Fill what the reference lacks with the value most joining sites state; ties go to the smallest."""
+        for key in MUST_AGREE:
+            values = Counter(str(facts.get(key, "")) for facts in joining if facts.get(key))
+            if key not in self.reference and values:
+                self.reference[key] = min(values, key=lambda v: (-values[v], v))
+
+    def mismatch(self, facts: dict[str, Any]) -> str:
+        """Return why these facts do not fit the run, naming both fingerprints; empty when they do."""
+        for key in MUST_AGREE:
+            want, got = self.reference.get(key, ""), str(facts.get(key, ""))
+            if want and got != want:
+                return f"its {key} fingerprint is {short(got) or 'missing'}, the run's is {short(want)}"
+        return ""
+
+    def admit(self, name: str, node: int, facts: dict[str, Any], *, online: set[int]) -> str:
+        """Add or update a site; returns the reason when it is refused, else an empty string."""
+        reason = self.mismatch(facts)
+        if reason:
+            return reason
+        known = self.sites.get(name)
+        if known is not None and known.node != node and known.node in online:
+            return f"another site that is online has the name {name!r} already; give each site its own name"
+        if known is None:
+            past = self._memories.get(name, {})
+            known = Site(
+                name,
+                node,
+                settled=tuple(past.get("settled", (0, 0))),  # type: ignore[arg-type]
+                strikes=list(past.get("strikes", [])),
+                quarantines=int(past.get("quarantines", 0)),
+                banned_until=int(past.get("banned_until", 0)),
+            )
+            self.sites[name] = known
+        known.node, known.facts = node, facts
+        return ""
+
+    def available(self, online: set[int], round_index: int) -> list[Site]:
+        """Return the sites that can be asked in this round, in order of name."""
+        return [
+            self.sites[name]
+            for name in sorted(self.sites)
+            if self.sites[name].node in online and self.sites[name].banned_until <= round_index
+        ]
+
+    def strike(self, name: str, round_index: int) -> int:
+        """Count a fault against a site; returns the round until which it is now quarantined, or 0.
+
+        Three strikes within ten rounds: out for 2^k rounds, k counting its quarantines, then one probe round.
+        """
+        site = self.sites.get(name)
+        if site is None:
+            return 0
+        site.strikes = [r for r in [*site.strikes, round_index] if r > round_index - STRIKE_WINDOW]
+        if len(site.strikes) < STRIKES_TO_QUARANTINE:
+            return 0
+        site.quarantines += 1
+        site.banned_until = round_index + 1 + 2**site.quarantines
+        # One strike is left: the probe round that follows fails on the next fault.
+        site.strikes = site.strikes[-(STRIKES_TO_QUARANTINE - 1) :]
+        return site.banned_until

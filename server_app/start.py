@@ -1,0 +1,84 @@
+"""What a run starts from: the tensors' layout, the first state, the scales and the reference fingerprints.
+
+For an adapter the server needs no weights: shapes come from the model's configuration on the meta device and the
+first adapter from the run's seed, so that no site draws its own. For full training the first state is the base.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from compression import Layout
+from compression.layout import Role
+from umbel.config import Config
+from umbel.errors import ModelError
+from umbel.models.adapter import AdaptedModule
+from umbel.models.lora import LoraSettings
+from umbel.models.source import ModelSpec
+
+log = logging.getLogger("umbel.server")
+
+
+@dataclass
+class Start:
+    """The first state of a run and everything that names it."""
+
+    spec: ModelSpec
+    settings: LoraSettings
+    modules: list[AdaptedModule]
+    layout: Layout
+    state: dict[str, np.ndarray]
+    reference: dict[str, str]
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Scale of every adapted module by its canonical name."""
+        return {m.name: m.scale for m in self.modules}
+
+
+def settings_of(config: Config) -> tuple[ModelSpec, LoraSettings]:
+    """Return model and adapter as `umbel.models` describes them."""
+    m, a = config.model, config.lora
+    spec = ModelSpec(m.name, m.revision, m.dtype, m.attention, m.gradient_checkpointing)
+    settings = LoraSettings(
+        rank=a.rank,
+        alpha=a.alpha,
+        dropout=a.dropout,
+        target_modules=a.target_modules,
+        rslora=a.rslora,
+        rank_pattern=a.rank_pattern,
+        alpha_pattern=a.alpha_pattern,
+        dtype=a.dtype,
+    )
+    return spec, settings
+
+
+def prepare(config: Config) -> Start:
+    """Return the start of a new run; raises ModelError when the model cannot be described on this machine."""
+    from umbel.models.adapter import adapted_modules, attach, initial_adapter
+    from umbel.models.fingerprint import adapter_fingerprint, base_fingerprint, tokenizer_fingerprint
+    from umbel.models.source import load_model, load_tokenizer, meta_model
+    from umbel.models.state import read_state, role_of
+
+    spec, settings = settings_of(config)
+    modules: list[AdaptedModule] = []
+    if config.train.mode == "lora":
+        modules = adapted_modules(attach(meta_model(spec), settings))
+        state = initial_adapter(modules, settings, config.run.seed)
+    else:
+        state = read_state(load_model(spec), "full")
+    layout = Layout.from_arrays(state, lambda name: Role[role_of(name).upper()])
+    reference = {
+        "layout": layout.digest(),
+        "adapter": adapter_fingerprint(settings, modules) if modules else "",
+        "tokenizer": tokenizer_fingerprint(load_tokenizer(spec)),
+        "model": "",
+    }
+    try:
+        reference["model"] = base_fingerprint(spec)
+    except ModelError as error:
+        log.info("the server has no base weights (%s); sites are compared with each other", error)
+    return Start(spec, settings, modules, layout, state, reference)

@@ -73,9 +73,10 @@ class Service:
             return blank_reply(instruction, name, status=str(refusal.kind), reason=refusal.reason), None
 
     def _join(self, instruction: Instruction, config: Config, site: Identity) -> Reply:
-        from client_app.workbench import lora_settings, model_spec
+        from umbel.models.described import described
         from umbel.models.fingerprint import adapter_fingerprint, base_fingerprint, tokenizer_fingerprint
 
+        spec, settings = described(config)
         prune_runs(site.state_dir)
         model, load_seconds = self.bench.model(config)
         data = self.bench.data(config, site, model.tokenizer)
@@ -84,9 +85,9 @@ class Service:
             "rows_train": len(data.train),
             "rows_heldout": len(data.heldout),
             "counters": data.counters,
-            "model": base_fingerprint(model_spec(config)),
+            "model": base_fingerprint(spec),
             "tokenizer": tokenizer_fingerprint(model.tokenizer),
-            "adapter": adapter_fingerprint(lora_settings(config), model.modules) if model.modules else "",
+            "adapter": adapter_fingerprint(settings, model.modules) if model.modules else "",
             "layout": model.layout.digest(),
             "adapted_modules": len(model.modules),
             "trainable_parameters": model.layout.numel,

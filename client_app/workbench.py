@@ -20,8 +20,7 @@ from compression.layout import Role
 from umbel.config import Config, to_json
 from umbel.errors import DataError, Refusal, RefusalKind
 from umbel.models.adapter import AdaptedModule
-from umbel.models.lora import LoraSettings
-from umbel.models.source import ModelSpec
+from umbel.models.described import described
 
 KEEP_MODELS = 1
 KEEP_DATASETS = 16
@@ -47,33 +46,6 @@ class SiteData:
     train: list[Any]
     heldout: list[Any]
     counters: dict[str, int] = field(default_factory=dict)
-
-
-def model_spec(config: Config) -> ModelSpec:
-    """Return the model's description for `umbel.models`."""
-    m = config.model
-    return ModelSpec(
-        name=m.name,
-        revision=m.revision,
-        dtype=m.dtype,
-        attention=m.attention,
-        gradient_checkpointing=m.gradient_checkpointing,
-    )
-
-
-def lora_settings(config: Config) -> LoraSettings:
-    """Return the adapter's description for `umbel.models`."""
-    a = config.lora
-    return LoraSettings(
-        rank=a.rank,
-        alpha=a.alpha,
-        dropout=a.dropout,
-        target_modules=a.target_modules,
-        rslora=a.rslora,
-        rank_pattern=a.rank_pattern,
-        alpha_pattern=a.alpha_pattern,
-        dtype=a.dtype,
-    )
 
 
 def pick_device(wanted: str) -> str:
@@ -130,12 +102,12 @@ def load_site_model(config: Config) -> SiteModel:
     from umbel.models.state import read_state, role_of
 
     started = time.monotonic()
-    spec = model_spec(config)
+    spec, settings = described(config)
     tokenizer = load_tokenizer(spec)
     model = load_model(spec)
     modules: list[AdaptedModule] = []
     if config.train.mode == "lora":
-        model = attach(model, lora_settings(config))
+        model = attach(model, settings)
         modules = adapted_modules(model)
     else:
         for parameter in model.parameters():

@@ -83,7 +83,9 @@ class Joining:
 
     def ask_new(self, online: set[int], remaining_seconds: float) -> None:
         """Send the join question to nodes not asked yet, or refused a while ago."""
-        known = {site.node for site in self.registry.sites.values()}
+        known = {site.node for site in self.registry.sites.values()} | {
+            node for _, node, _ in self._waiting_facts
+        }
         items = []
         for node in sorted(online - known):
             refused = self._refused.get(node)

@@ -131,7 +131,8 @@ class Engine:
         self.mailbox, self.joining, self.run, self._event = mailbox, joining, run, on_event
         self._now, self._sleep, self._poll, self._fault = now, sleep, poll_seconds, fault
         self.round = 0
-        self.attempt = 0
+        # Attempts of the next round that were opened already, by an earlier life of this server too.
+        self.attempts_opened = 0
         self.norms: list[float] = []
         self.arrivals: list[float] = []
         self.last_heldout: dict[str, Any] | None = None
@@ -162,20 +163,23 @@ class Engine:
 
     def _attempt(self, skips: int) -> dict[str, Any]:
         index = self.round + 1
-        self.attempt += 1
+        self.attempts_opened += 1
+        attempt = self.attempts_opened
         chosen = self._choose(index, skips)
         goal = self._goal(len(chosen))
         policy = RoundPolicy(goal, self._quorum(goal), self._deadline(), self.config.clients.grace_seconds)
         self._event(
             "round_opened",
+            # Durable before anything is sent: a server that comes back must not use this attempt again.
+            fsync=True,
             round=index,
-            attempt=self.attempt,
+            attempt=attempt,
             selected=[s.name for s in chosen],
             goal=policy.goal,
             quorum=policy.quorum,
             deadline_seconds=policy.deadline_seconds,
         )
-        opened = OpenRound(index, self.attempt, policy, [s.name for s in chosen], self._now())
+        opened = OpenRound(index, attempt, policy, [s.name for s in chosen], self._now())
         try:
             dispatch_seconds = self._dispatch(opened, chosen)
             self._fault("dispatch")
@@ -457,7 +461,7 @@ class Engine:
             )
             return self._skip(opened, dispatch_seconds, collected)
         self.state = outcome.state
-        self.round = opened.index
+        self.round, self.attempts_opened = opened.index, 0
         self.norms = [*self.norms, *(e.norm for e in entries if not e.late)][-NORM_WINDOW:]
         self.arrivals = self.arrivals[-NORM_WINDOW:]
         for entry in entries:

@@ -26,6 +26,7 @@ from server_app.rounds import Engine
 from server_app.sites import Registry
 from server_app.start import Start, prepare
 from strategies import build
+from umbel import checkpoints
 from umbel.config import Config, to_flat, to_json, to_toml
 from umbel.errors import ConfigError, UmbelError
 from umbel.fsio import write_atomic
@@ -94,9 +95,14 @@ class Session:
         """Do the whole run; errors end as a `run_finished` event and an exit code."""
         self.folder = run_folder(self.config)
         handle = lock(self.folder)
+        writer = logging.FileHandler(self.folder.path / "server.log", encoding="utf-8")
+        writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger("umbel").addHandler(writer)
         try:
             return self._locked()
         finally:
+            logging.getLogger("umbel").removeHandler(writer)
+            writer.close()
             handle.close()
 
     def _event(self, event: str, /, *, fsync: bool = False, **fields: Any) -> None:
@@ -195,12 +201,13 @@ class Session:
         )
         if memory is not None:
             self._restore(memory, strategy, registry)
+            self._complete_log(memory)
         self.writer = checkpoint.Writer(folder.checkpoints, keep=config.run.keep_checkpoints)
         if config.eval.sample_prompt and memory is None:
             self._sample("before")
         joining.wait_for_start(config.clients.minimum, config.clients.start_timeout_seconds)
 
-    def _run_id(self, memory: checkpoint.Memory | None) -> str:
+    def _run_id(self, memory: checkpoints.Memory | None) -> str:
         """Return the identity under which sites keep their state: the same after a resume, new otherwise."""
         note = self.folder.path / "run.json"
         if memory is not None:
@@ -209,13 +216,13 @@ class Session:
         write_atomic(note, json.dumps({"run": run_id}).encode())
         return run_id
 
-    def _remembered(self) -> checkpoint.Memory | None:
+    def _remembered(self) -> checkpoints.Memory | None:
         """Return the checkpoint this run goes on from, or None; refuses one of another trajectory."""
         wanted = self.config.run.resume
         if wanted == "none":
             return None
         if wanted == "auto":
-            memory = checkpoint.load_newest(self.folder.checkpoints)
+            memory = checkpoints.load_newest(self.folder.checkpoints)
         else:
             path = Path(wanted).expanduser()
             if not path.is_dir():
@@ -225,7 +232,7 @@ class Session:
                     got=wanted,
                     allowed="'none', 'auto' or a checkpoint's folder",
                 )
-            memory = checkpoint.read(path)
+            memory = checkpoints.read(path)
         if memory is not None:
             changes = checkpoint.trajectory_changes(memory.meta["config"], to_flat(self.config))
             if changes:
@@ -238,19 +245,27 @@ class Session:
                 )
         return memory
 
-    def _restore(self, memory: checkpoint.Memory, strategy: Any, registry: Registry) -> None:
+    def _restore(self, memory: checkpoints.Memory, strategy: Any, registry: Registry) -> None:
         engine, meta = self.engine, memory.meta
-        engine.state, engine.round, engine.attempt = memory.state, memory.round, memory.attempt
+        engine.state, engine.round = memory.state, memory.round
+        opened = [row.attempt for row in self.history.rounds if row.round == engine.round + 1]
+        engine.attempts_opened = max(opened, default=0)
         engine.norms, engine.arrivals = list(meta["norms"]), list(meta["arrivals"])
         strategy.load_state_dict(memory.strategy)
         registry.reference.update(meta["reference"])
         registry.recall(meta["sites"])
 
-    def _memory(self) -> checkpoint.Memory:
+    def _complete_log(self, memory: checkpoints.Memory) -> None:
+        """Write the record of the checkpoint's round when the server died between checkpoint and log."""
+        known = [row.round for row in self.history.committed]
+        if memory.round > max(known, default=0):
+            self._event("round_committed", fsync=True, **memory.meta["record"])
+
+    def _memory(self, record: dict[str, Any]) -> checkpoints.Memory:
         engine = self.engine
-        return checkpoint.Memory(
+        return checkpoints.Memory(
             engine.round,
-            engine.attempt,
+            int(record["attempt"]),
             engine.state,
             engine.strategy.state_dict(),
             {
@@ -260,6 +275,7 @@ class Session:
                 "arrivals": engine.arrivals,
                 "reference": engine.registry.reference,
                 "sites": engine.registry.memories(),
+                "record": record,
             },
         )
 
@@ -271,7 +287,7 @@ class Session:
             if engine.round % every == 0 or engine.round == config.run.rounds:
                 began = time.monotonic()
                 self._fault("in_checkpoint")
-                size = self.writer.save(self._memory())
+                size = self.writer.save(self._memory(record))
                 record["seconds"]["checkpoint"] = time.monotonic() - began
                 self._fault("after_checkpoint")
                 if size is not None:

@@ -16,6 +16,7 @@ from compression.layout import Role
 from umbel.config import Config
 from umbel.errors import ModelError
 from umbel.models.adapter import AdaptedModule
+from umbel.models.described import described
 from umbel.models.lora import LoraSettings
 from umbel.models.source import ModelSpec
 
@@ -39,23 +40,6 @@ class Start:
         return {m.name: m.scale for m in self.modules}
 
 
-def settings_of(config: Config) -> tuple[ModelSpec, LoraSettings]:
-    """Return model and adapter as `umbel.models` describes them."""
-    m, a = config.model, config.lora
-    spec = ModelSpec(m.name, m.revision, m.dtype, m.attention, m.gradient_checkpointing)
-    settings = LoraSettings(
-        rank=a.rank,
-        alpha=a.alpha,
-        dropout=a.dropout,
-        target_modules=a.target_modules,
-        rslora=a.rslora,
-        rank_pattern=a.rank_pattern,
-        alpha_pattern=a.alpha_pattern,
-        dtype=a.dtype,
-    )
-    return spec, settings
-
-
 def prepare(config: Config) -> Start:
     """Return the start of a new run; raises ModelError when the model cannot be described on this machine."""
     from umbel.models.adapter import adapted_modules, attach, initial_adapter
@@ -63,7 +47,7 @@ def prepare(config: Config) -> Start:
     from umbel.models.source import load_model, load_tokenizer, meta_model
     from umbel.models.state import read_state, role_of
 
-    spec, settings = settings_of(config)
+    spec, settings = described(config)
     modules: list[AdaptedModule] = []
     if config.train.mode == "lora":
         modules = adapted_modules(attach(meta_model(spec), settings))

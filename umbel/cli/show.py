@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from umbel.telemetry.events import scan_events
 from umbel.telemetry.history import History
 from umbel.telemetry.runfolder import RunFolder, list_runs, runs_root
-from umbel.telemetry.units import DASH, change, count, duration, loss, one_line, size
+from umbel.telemetry.units import DASH, change, count, duration, loss, moment, one_line, size
 from umbel.telemetry.verdict import certificate, verdict
 
 if TYPE_CHECKING:
@@ -171,9 +170,6 @@ def make_table(
 def _run_row(run: RunFolder) -> list[str]:
     history = History.read(run.events_jsonl)
     first, last = history.first_last_heldout()
-    started = DASH
-    if history.started_at is not None:
-        started = datetime.fromtimestamp(history.started_at, UTC).strftime("%Y-%m-%d %H:%M")
     return [
         run.name,
         history.outcome if history.num_starts else "not started",
@@ -184,5 +180,5 @@ def _run_row(run: RunFolder) -> list[str]:
         size(history.bytes_up()),
         size(history.bytes_down()),
         duration(history.elapsed_seconds()),
-        started,
+        moment(history.started_at),
     ]

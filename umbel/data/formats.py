@@ -51,12 +51,13 @@ _COLUMNS: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
     RowFormat.QUESTION_ANSWER: (("question",), ("answer", "response", "output")),
     RowFormat.TEXT: (("text", "document", "content"),),
 }
+_SAMPLE = 1000
 _CONTEXT = {RowFormat.INSTRUCTION: ("input", "context"), RowFormat.QUESTION_ANSWER: ("context",)}
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 
 
 def detect_format(rows: Sequence[Mapping[str, Any]], explicit: str = "auto") -> RowFormat:
-    """Return the format that most rows fit; `explicit` names one and is then only checked.
+    """Return the format that most of the first 1,000 rows fit; `explicit` names one and is then only checked.
 
     Raises ConfigError for an unknown name, DataError when there are no rows or none fits. The columns are
     named in the message, their content is not.
@@ -67,11 +68,13 @@ def detect_format(rows: Sequence[Mapping[str, Any]], explicit: str = "auto") -> 
         raise DataError(
             "There are no rows to detect a format from, got 0 rows. Give a file with at least one row."
         )
-    counts = {fmt: sum(1 for row in rows if to_messages(row, fmt) is not None) for fmt in RowFormat}
-    best = max(RowFormat, key=lambda fmt: counts[fmt])  # max keeps the first of equals: the enum's order
-    if counts[best] == 0:
-        raise DataError(_no_fit(rows, "no known row format"))
-    return best
+    # A sample decides; all rows are asked only where nothing in the sample can be read.
+    for sample in (rows[:_SAMPLE], rows):
+        counts = {fmt: sum(1 for row in sample if to_messages(row, fmt) is not None) for fmt in RowFormat}
+        best = max(RowFormat, key=lambda fmt: counts[fmt])  # max keeps the first of equals: the enum's order
+        if counts[best]:
+            return best
+    raise DataError(_no_fit(rows, "any known row format"))
 
 
 def _check_explicit(rows: Sequence[Mapping[str, Any]], explicit: str) -> RowFormat:

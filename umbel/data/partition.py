@@ -1,11 +1,11 @@
 """Cut one data set into sites, for simulation. Every row goes to exactly one part, and no part is empty.
 
-| scheme    | part of a row                                                                              |
-|-----------|---------------------------------------------------------------------------------------------|
-| iid       | shuffled, then dealt: sizes differ by at most one                                          |
-| dirichlet | for each label of `column` shares p ~ Dirichlet(alpha) over the parts (Hsu et al. 2019,    |
-|           | arXiv:1909.06335); a part that got nothing takes one row of the largest                    |
-| column    | rows with the same value of `column` stay together                                         |
+| scheme    | part of a row                                                                                |
+|-----------|----------------------------------------------------------------------------------------------|
+| iid       | shuffled, then dealt: sizes differ by at most one                                            |
+| dirichlet | for each label of `column` shares p ~ Dirichlet(alpha) over the parts (Hsu et al. 2019,      |
+|           | arXiv:1909.06335); a part that got nothing takes one row of the largest                      |
+| column    | rows with the same value of `column` stay together                                           |
 | file      | rows of the same file (`groups`) stay together; with as many parts as files, part i = file i |
 
 Small alpha = each site sees few labels; alpha -> infinity tends to iid. It does not model quantity skew

@@ -6,9 +6,10 @@ is assistant turn i without its header, with its end-of-turn mark:
     span_i = [ len(render(m[:i], generation prompt)), len(render(m[:i+1])) )    both prefixes of the text
 
 Where a template rewrites earlier turns (so that these are no prefixes), the turn's own content is searched
-behind what the renderings share. A template that refuses the system role, or drops its text, is found out
-once by a probe: then every site folds system text into the next user turn, as `system + blank line + user`.
-The answer depends on the template alone, never on the rows a site happens to have.
+behind what the renderings share; an earlier answer whose words were rewritten is not supervised. A template
+that refuses the system role, or drops its text, is found out once by a probe: then every site folds system
+text into the next user turn, as `system + blank line + user`. The answer depends on the template alone, never
+on the rows a site happens to have.
 
 A tokenizer without a template gets PLAIN_TEMPLATE:
 
@@ -91,9 +92,10 @@ class ChatFormat:
             if turn["role"] != "assistant":
                 continue
             span = self._find_span(text, turns, i, after=spans[-1][1] if spans else 0)
-            if span is None:
+            if span is not None:
+                spans.append(span)
+            elif i == len(turns) - 1:
                 return []
-            spans.append(span)
         return spans
 
     def _find_span(self, text: str, turns: Messages, i: int, after: int) -> Span | None:

@@ -19,6 +19,7 @@ import numpy as np
 from umbel.models.lora import LoraSettings, names_in, parse_pattern, rank_of, scale_of
 from umbel.models.names import ADAPTER, canonical, strip_wrapper
 from umbel.models.quiet import quiet_notes
+from umbel.models.state import numpy_dtype
 from umbel.models.targets import check_patterns, check_saved, resolve_targets, short_names
 from umbel.seeds import generator
 
@@ -110,7 +111,7 @@ def initial_adapter(modules: list[AdaptedModule], settings: LoraSettings, seed: 
     then cast; B = 0. Magnitudes of DoRA and saved modules depend on the base: read those from the attached
     model.
     """
-    dtype = _numpy_dtype(settings.dtype)
+    dtype = numpy_dtype(settings.dtype)
     arrays: dict[str, np.ndarray] = {}
     for module in modules:
         stream = generator(seed, "lora_A", module.name)
@@ -178,9 +179,3 @@ def _lora_layers(peft_model: Any) -> list[tuple[str, Any]]:
 
 def _plain(number: float) -> int | float:
     return int(number) if number == int(number) else number
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)

@@ -67,16 +67,20 @@ def converted_directory(file: Path, cache: Path) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock", timeout=LOCK_SECONDS):
-            if not target.is_dir():
-                _convert(file, target)
-    except (PermissionError, Timeout) as error:
+        lock = FileLock(f"{target}.lock", timeout=LOCK_SECONDS)
+        lock.acquire()
+    except (OSError, Timeout) as error:
         raise model_error(
             "converted weights cannot be written",
             got=str(target.parent),
             allowed="a writable cache directory that no other process holds locked",
             remedy="Set UMBEL_CACHE or model.cache-dir to a writable directory.",
         ) from error
+    try:
+        if not target.is_dir():
+            _convert(file, target)
+    finally:
+        lock.release()
     return target
 
 

@@ -44,5 +44,5 @@ def role_of(name: str) -> str:
     if name.startswith(BUFFER):
         return "buffer"
     parts = name.split(".")
-    kind = parts[-2] if len(parts) >= 2 else ""
-    return kind if kind in ("lora_A", "lora_B") else "param"
+    factor = len(parts) >= 2 and parts[-1] == "weight" and parts[-2] in ("lora_A", "lora_B")
+    return parts[-2] if factor else "param"

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# PEFT sets the storage order of each layer by itself and warns about doing so; it also asks Transformers for
-# a property under its older name.
-_NOTES = ("fan_in_fan_out is set to", "`is_gradient_checkpointing` is deprecated")
+# PEFT sets the storage order of each layer by itself and warns about doing so; PEFT and Umbel use the names for
+# gradient checkpointing that all supported versions of Transformers know.
+_NOTES = ("fan_in_fan_out is set to", "`(is_)?gradient_checkpointing(_enable)?` is deprecated")
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def quiet_progress() -> Iterator[None]:
 
 @contextmanager
 def quiet_notes() -> Iterator[None]:
-    """Drop the known, harmless warnings of PEFT for the block; all others pass."""
+    """Drop the known, harmless warnings for the block; all others pass."""
     with warnings.catch_warnings():
         for note in _NOTES:
             warnings.filterwarnings("ignore", message=note)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from umbel.models.builtin import builtin_config, builtin_model, byte_tokenizer, settings_of
 from umbel.models.gguf import converted_directory, package_file
 from umbel.models.problem import first_three, model_error
-from umbel.models.quiet import quiet_progress
+from umbel.models.quiet import quiet_notes, quiet_progress
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -131,7 +131,8 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
         model = _from_directory(spec, dtype)
     model.config.use_cache = False
     if spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with quiet_notes():
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.requires_grad_(False).eval()
 
 

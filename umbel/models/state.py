@@ -53,12 +53,11 @@ def write_state(model: nn.Module, arrays: Mapping[str, np.ndarray], mode: str) -
 
     tensors = state_tensors(model, mode)
     compare_names(tensors, arrays)
-    sources = {name: to_torch(arrays[name]) for name in tensors}
     for name, tensor in tensors.items():
-        _compare_form(name, tensor, sources[name])
+        _compare_form(name, tensor, arrays[name])
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(sources[name])
+            tensor.copy_(to_torch(arrays[name]))
 
 
 def trainable_parameters(model: nn.Module, mode: str, factor: str = "") -> list[nn.Parameter]:
@@ -136,6 +135,13 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(own)
 
 
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the numpy type of a PyTorch type's name."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
 def _adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     named = ((canonical(key), parameter) for key, parameter in model.named_parameters())
     return {name: parameter for name, parameter in named if name is not None}
@@ -175,11 +181,12 @@ def compare_names(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None
         )
 
 
-def _compare_form(name: str, tensor: torch.Tensor, source: torch.Tensor) -> None:
-    if tensor.shape != source.shape or tensor.dtype != source.dtype:
+def _compare_form(name: str, tensor: torch.Tensor, array: np.ndarray) -> None:
+    wanted = tuple(tensor.shape), numpy_dtype(str(tensor.dtype).removeprefix("torch."))
+    if (array.shape, array.dtype) != wanted:
         raise model_error(
             f"array {name!r} does not fit the model",
-            got=f"{tuple(source.shape)} {source.dtype}",
-            allowed=f"{tuple(tensor.shape)} {tensor.dtype}",
+            got=f"{array.shape} {array.dtype}",
+            allowed=f"{wanted[0]} {wanted[1]}",
             remedy="Rank, base model and dtype come from the server's settings: use those.",
         )

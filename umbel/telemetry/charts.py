@@ -34,25 +34,25 @@ class Layer(NamedTuple):
 
 
 def nice_ticks(low: float, high: float, num: int = 6) -> list[float]:
-    """Round tick values that cover [low, high], about `num` of them, steps of 1, 2, 2.5 or 5 x 10^k."""
-    if not high > low:
-        pad = abs(low) * 0.1 or 1.0
+    """Round, increasing tick values that cover [low, high]: about `num`, steps of 1, 2, 2.5 or 5 x 10^k."""
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-200):
+        pad = 0.1 * abs(low) if abs(low) > 1e-200 else 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / max(1, num - 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((m * power for m in (1, 2, 2.5, 5) if m * power >= raw * 0.999), 10 * power)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def index_ticks(low: int, high: int, num: int = 10) -> list[int]:
-    """Whole-number ticks within [low, high]."""
-    step = max(1, round(max(1, high - low) / num))
-    for nice in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000):
-        if nice >= step:
-            step = nice
-            break
-    return [i for i in range(low, high + 1) if i % step == 0 or low == high]
+    """At most about `num` whole numbers within [low, high], multiples of a round step."""
+    if low == high:
+        return [low]
+    raw = max(1, math.ceil((high - low) / max(1, num)))
+    power = 10 ** (len(str(raw)) - 1)
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
+    return [*range(-(-low // step) * step, high + 1, step)]
 
 
 def line_chart(

@@ -36,8 +36,11 @@ class EventLog:
     def __fspath__(self) -> str:
         return os.fspath(self.path)
 
-    def write(self, event: str, /, *, fsync: bool = False, **fields: Any) -> None:
-        """Append one event; `fsync=True` returns only when it is on the disk (round records)."""
+    def write(self, event: str, /, *, fsync: bool = False, **fields: Any) -> dict[str, Any]:
+        """Append one event and return it as a reader will see it (for `History.add`).
+
+        `fsync=True` returns only when it is on the disk (round records).
+        """
         record = {"t": round(self._clock(), 3), "event": str(event)} | {
             k: jsonable(v) for k, v in fields.items() if k not in ("t", "event")
         }
@@ -47,6 +50,7 @@ class EventLog:
             self._append(fd, b"\n" + line if self._torn else line)
             if fsync:
                 os.fsync(fd)
+        return record
 
     def close(self) -> None:
         """Close the file; a later write opens it again."""

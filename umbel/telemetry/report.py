@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from umbel.telemetry.report_tables import (
     versions_section,
 )
 from umbel.telemetry.runfolder import RunFolder
-from umbel.telemetry.units import count, duration, loss, size
+from umbel.telemetry.units import count, duration, loss, moment, size
 from umbel.telemetry.verdict import certificate, verdict
 
 
@@ -80,9 +79,7 @@ def render_report(
 
 
 def _head(history: History, title: str, name: str) -> str:
-    when = ""
-    if history.started_at is not None:
-        when = datetime.fromtimestamp(history.started_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    when = moment(history.started_at)
     facts = [f"run {history.run or name}" if history.run or name else "", history.task, when]
     return heading(title, history.outcome, " · ".join(f for f in facts if f), verdict(history))
 

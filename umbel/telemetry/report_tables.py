@@ -9,7 +9,7 @@ from typing import Any
 
 from umbel.telemetry.history import History
 from umbel.telemetry.page import details, paragraph, section, table
-from umbel.telemetry.records import RoundRow
+from umbel.telemetry.records import RoundRow, whole
 from umbel.telemetry.units import DASH, change, count, duration, loss, size
 
 # A run config holds no secrets; should one be put there by mistake, the page that is handed on hides it.
@@ -165,7 +165,7 @@ def versions_section(history: History, environment: Mapping[str, Any]) -> str:
     machine = [
         str(environment.get("platform") or ""),
         f"{environment['num_cpus']} CPUs" if environment.get("num_cpus") else "",
-        f"{size(environment['memory_bytes'])} memory" if environment.get("memory_bytes") else "",
+        f"{size(memory)} memory" if (memory := whole(environment.get("memory_bytes"))) else "",
         ", ".join(str(g) for g in gpus) if isinstance(gpus, list) else "",
     ]
     said = ", ".join(part for part in machine if part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 DASH = "-"
 
 
@@ -46,6 +48,16 @@ def change(value: float | None, before: float | None) -> str:
 def count(value: float | None) -> str:
     """1234567 -> '1,234,567'."""
     return DASH if value is None else f"{value:,.0f}"
+
+
+def moment(unix_seconds: float | None) -> str:
+    """1764556800.0 -> '2025-12-01 02:40 UTC'."""
+    if unix_seconds is None:
+        return DASH
+    try:
+        return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return DASH
 
 
 def one_line(text: str) -> str:

@@ -1,0 +1,77 @@
+"""Export of a run from its checkpoints, on the machine that holds the run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from umbel import checkpoints
+from umbel.config import Config, resolve
+from umbel.errors import ConfigError, DataError
+from umbel.models.described import described
+from umbel.models.source import ModelSpec
+from umbel.telemetry.runfolder import RunFolder
+
+
+def export_run(run_dir: Path, *, merge: bool = False, output: str = "", round_index: int = 0) -> Path:
+    """Write the adapter (or, with `merge`, the merged model) of a checkpoint and return the folder.
+
+    Raises DataError when the run has no such checkpoint, ModelError when base and state do not fit.
+    """
+    from umbel.models.export import merge_adapter, save_adapter, save_full
+
+    folder = RunFolder.open(run_dir)
+    config = resolve(folder.config_toml)
+    memory = pick(folder, round_index)
+    spec, settings = described(config)
+    card = card_text(config, spec, memory)
+    if config.train.mode == "full":
+        target = Path(output or folder.model)
+        save_full(target, spec, memory.state, card=card)
+    elif merge:
+        target = Path(output or folder.path / "merged")
+        merge_adapter(spec, memory.state, settings, target, card=card)
+    else:
+        target = Path(output or folder.adapter)
+        save_adapter(target, memory.state, settings, spec, card=card)
+    return target.absolute()
+
+
+def pick(folder: RunFolder, round_index: int) -> checkpoints.Memory:
+    """Return the checkpoint of a round, or the newest good one."""
+    if round_index:
+        path = folder.checkpoints / f"round-{round_index:06d}"
+        if not path.is_dir():
+            kept = ", ".join(
+                str(int(p.name.split("-")[1])) for p in sorted(folder.checkpoints.glob("round-[0-9]*[0-9]"))
+            )
+            raise ConfigError(
+                "--checkpoint",
+                "is not kept",
+                got=round_index,
+                allowed=f"one of the rounds {kept or '(none)'}",
+            )
+        return checkpoints.read(path)
+    memory = checkpoints.load_newest(folder.checkpoints)
+    if memory is None:
+        raise DataError(
+            f"the run {folder.name!r} has no checkpoint: no round was committed. Nothing can be exported."
+        )
+    return memory
+
+
+def card_text(config: Config, spec: ModelSpec, memory: checkpoints.Memory) -> str:
+    """Return a short model card of a checkpoint."""
+    sites = sorted(entry["site"] for entry in memory.meta.get("record", {}).get("accepted", []))
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {spec.portable_name}",
+            "tags: [federated-learning, umbel]",
+            "---",
+            "",
+            f"# Trained with Umbel: {config.run.method} on {spec.portable_name}",
+            "",
+            f"State after round {memory.round} of {config.run.rounds}; sites of that round: {', '.join(sites)}.",
+            "",
+        ]
+    )

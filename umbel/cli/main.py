@@ -1,0 +1,189 @@
+"""The command line: one command a verb, errors in words, exit codes that scripts can use.
+
+0 done · 1 failed · 65 data cannot be read · 75 sites or Flower unavailable · 78 a setting is wrong · 130 stopped
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from umbel import __version__
+from umbel.errors import UmbelError
+
+app = typer.Typer(
+    help="Train and fine-tune language models across institutions that keep their data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="a setting, key=value; may be given again")
+]
+
+
+def say(text: str) -> None:
+    """Print one or several lines at once, so that they are seen while the run goes on."""
+    print(text, flush=True)
+
+
+def recipe_path(name: str) -> Path:
+    """Return the recipe of that path, or the shipped one of that name."""
+    path = Path(name)
+    if path.is_file() or path.suffix == ".toml":
+        shipped = recipes_folder() / path.name
+        return shipped if not path.is_file() and shipped.is_file() else path
+    return recipes_folder() / f"{name}.toml"
+
+
+def recipes_folder() -> Path:
+    """Return the folder of shipped recipes: beside the packages in a checkout."""
+    return Path(__file__).resolve().parents[2] / "recipes"
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="a recipe's path or name (see `umbel recipes`)")],
+    overrides: Overrides = None,
+    federation: Annotated[
+        str,
+        typer.Option(
+            help="name of a SuperLink connection of Flower's configuration; without it: simulation here"
+        ),
+    ] = "",
+    supervise: Annotated[int, typer.Option(help="restart a failed run from its checkpoint, this often")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the resolved configuration and stop")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="print Flower's log at the end")] = False,
+) -> None:
+    """Run a recipe: simulated on this machine, or on a federation of real sites."""
+    from umbel.cli import launch
+    from umbel.config import resolve, to_toml
+
+    path = recipe_path(recipe)
+    config = resolve(path, overrides)
+    if not federation:
+        config = launch.localise(config, name=path.stem)
+    if dry_run:
+        say(to_toml(config))
+        return
+
+    def once(ready: object) -> int:
+        if federation:
+            return launch.federate(ready, federation, say=say)  # type: ignore[arg-type]
+        return launch.simulate(ready, say=say, verbose=verbose)  # type: ignore[arg-type]
+
+    raise typer.Exit(launch.supervise(config, once, restarts=supervise, say=say))
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes with their first comment line."""
+    for path in sorted(recipes_folder().glob("*.toml")):
+        first = path.read_text("utf-8").splitlines()[:1]
+        say(f"{path.stem:<24} {first[0].lstrip('# ') if first else ''}")
+
+
+@app.command()
+def keys(find: Annotated[str, typer.Argument(help="only keys that contain this")] = "") -> None:
+    """List every setting with its default and meaning."""
+    from umbel.config.keys import kind_of, rule_of
+    from umbel.config.load import flat_fields
+
+    for name, (_, item) in flat_fields().items():
+        if find in name:
+            rule = rule_of(item)
+            say(f"{name} = {item.default!r}\n    {rule.doc} ({rule.allowed(kind_of(item))})")
+
+
+@app.command("ls")
+def list_command(root: Annotated[str, typer.Option(help="folder that holds the runs")] = "") -> None:
+    """List the runs of this machine."""
+    from umbel.cli.show import list_runs_table
+
+    raise typer.Exit(list_runs_table(root or None))
+
+
+@app.command()
+def show(run_dir: Annotated[str, typer.Argument(help="a run folder or a run's name")], last: int = 0) -> None:
+    """Show one run: rounds, sites, refusals."""
+    from umbel.cli.show import show_run
+
+    raise typer.Exit(show_run(found(run_dir), last=last))
+
+
+@app.command()
+def watch(
+    run_dir: Annotated[str, typer.Argument(help="a run folder or a run's name")], once: bool = False
+) -> None:
+    """Follow a run in a live table."""
+    from umbel.cli.watch import watch as watch_run
+
+    raise typer.Exit(watch_run(found(run_dir), once=once))
+
+
+@app.command()
+def report(run_dir: Annotated[str, typer.Argument(help="a run folder or a run's name")]) -> None:
+    """Write report.html of a run again and print its path."""
+    from umbel.telemetry.report import write_report
+
+    say(str(write_report(found(run_dir))))
+
+
+@app.command()
+def export(
+    run_dir: Annotated[str, typer.Argument(help="a run folder or a run's name")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="write base and adapter as one Transformers model")
+    ] = False,
+    output: Annotated[
+        str, typer.Option(help="target folder; default: adapter-export/ or merged/ of the run")
+    ] = "",
+    checkpoint: Annotated[int, typer.Option(help="round of the checkpoint; 0: the newest")] = 0,
+) -> None:
+    """Export a run's adapter (or merged model) from its newest checkpoint."""
+    from umbel.cli.export import export_run
+
+    say(str(export_run(found(run_dir), merge=merge, output=output, round_index=checkpoint)))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str, typer.Argument(help="a recipe whose model and data are checked too")] = "",
+    json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Check this machine: versions, memory, disk, caches, model and data."""
+    from umbel.cli.doctor import doctor as check
+
+    raise typer.Exit(check(recipe_path(recipe) if recipe else None, json=json))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    say(__version__)
+
+
+def found(run_dir: str) -> Path:
+    """Return the folder of a run named by path or by name; raises DataError in words."""
+    from umbel.telemetry.runfolder import find_run
+
+    return find_run(run_dir).path
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line on stderr and an exit code."""
+    try:
+        app()
+    except UmbelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -64,7 +64,8 @@ class Mailbox:
         self._open: dict[str, Parcel] = {}
         self._pulling: set[str] = set()
         self._results: queue.Queue[tuple[str, Message | None, str]] = queue.Queue()
-        self._lock = threading.Lock()
+        # Pulled but not handed out yet: whoever polls gets only what he asked for, the rest waits here.
+        self._arrived: list[Delivery] = []
 
     @property
     def in_flight(self) -> list[Parcel]:
@@ -101,24 +102,31 @@ class Mailbox:
                 threading.Thread(
                     target=self._pull, args=(message_id,), daemon=True, name="umbel-pull"
                 ).start()
-        found = []
+        self._sort_in()
+        found = [delivery for delivery in self._arrived if wanted(delivery.parcel)]
+        self._arrived = [delivery for delivery in self._arrived if not wanted(delivery.parcel)]
+        return found
+
+    def _sort_in(self) -> None:
+        """Move finished pulls to `_arrived`; an empty pull only frees its place."""
         while True:
             try:
                 message_id, message, failure = self._results.get_nowait()
             except queue.Empty:
-                return found
+                return
             self._pulling.discard(message_id)
             known = self._open.get(message_id)
             if known is None or (message is None and not failure):
                 continue
             del self._open[message_id]
-            found.append(Delivery(known, message, failure))
+            self._arrived.append(Delivery(known, message, failure))
 
     def forget(self, drop: Callable[[Parcel], bool]) -> None:
         """Stop asking for replies of parcels that `drop` selects."""
         for message_id, parcel in list(self._open.items()):
             if drop(parcel):
                 del self._open[message_id]
+        self._arrived = [delivery for delivery in self._arrived if not drop(delivery.parcel)]
 
     def _pull(self, message_id: str) -> None:
         message, failure = None, ""

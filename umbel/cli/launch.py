@@ -135,9 +135,8 @@ def follow(
                 started = True
                 say(header(history))
             elif kind == "site_joined":
-                say(
-                    f"site {event.get('site')} joined: {event.get('rows_train')} rows, {event.get('rows_heldout')} held out"
-                )
+                rows, held = event.get("rows_train"), event.get("rows_heldout")
+                say(f"site {event.get('site')} joined: {rows} rows, {held} held out")
             elif kind == "site_refused":
                 say(f"site {event.get('site')} refused: {event.get('reason')}")
             elif kind == "round_committed":

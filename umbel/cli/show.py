@@ -1,4 +1,4 @@
-"""`umbel list` and `umbel show`: finished and running runs as tables; plain aligned text when piped.
+"""`umbel ls` and `umbel show`: finished and running runs as tables; plain aligned text when piped.
 
 All numbers are those of `umbel.telemetry.history`.
 """

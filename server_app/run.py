@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from flwr.serverapp import Grid
 
+import compression
 from server_app import checkpoint
 from server_app.export import export
 from server_app.joining import Joining
@@ -130,6 +131,8 @@ class Session:
 
     def _begin(self) -> None:
         config, folder = self.config, self.folder
+        for key, spec in (("up", config.compression.up), ("down", config.compression.down)):
+            check_codec(f"compression.{key}", spec)
         memory = self._remembered()
         if memory is None and folder.events_jsonl.exists() and folder.events_jsonl.stat().st_size:
             if (folder.path / "run.json").exists() and list(folder.checkpoints.glob("round-*")):
@@ -341,6 +344,14 @@ class Session:
     def _report(self) -> None:
         if self.config.telemetry.report:
             write_report(self.folder.path)
+
+
+def check_codec(key: str, spec: str) -> None:
+    """Raise ConfigError naming `key` when the codec spec is not one."""
+    try:
+        compression.check_policy(spec)
+    except ConfigError as error:
+        raise ConfigError(key, f"is no codec: {error}", got=spec, allowed="'exact'") from None
 
 
 def summary(history: History) -> dict[str, Any]:

@@ -60,11 +60,26 @@ def llama_like():
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<unk>", "<s>", "</s>", "\u2581User", "\u2581Assistant", ":", "\n", "\u2581", "\u2581q", "\u2581a", "q", "a"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "\u2581User",
+        "\u2581Assistant",
+        ":",
+        "\n",
+        "\u2581",
+        "\u2581q",
+        "\u2581a",
+        "q",
+        "a",
+    ]
     core = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0, byte_fallback=False))
     core.normalizer = normalizers.Sequence([normalizers.NFC()])
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     core.decoder = decoders.Metaspace()
     core.add_special_tokens(["<unk>", "<s>", "</s>"])
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )

@@ -72,7 +72,10 @@ def test_h06_llama_style_tokenizer_has_one_bos_and_one_supervised_eos(llama_like
     tokens = llama_like.convert_ids_to_tokens(encoded.input_ids.tolist())
     assert tokens[0] == "<s>"
     assert tokens.count("<s>") == tokens.count("</s>") == 1
-    assert llama_like.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE].tolist()) == ["\u2581a", "</s>"]
+    assert llama_like.convert_ids_to_tokens(encoded.labels[encoded.labels != IGNORE].tolist()) == [
+        "\u2581a",
+        "</s>",
+    ]
 
 
 def test_h05_pad_equal_to_eos_masks_by_length():
@@ -94,10 +97,20 @@ def test_h05_d11_the_eos_stays_a_target_when_it_is_also_the_pad(make_tokenizer):
 
 
 def test_all_assistant_turns_are_supervised_and_nothing_else(make_tokenizer):
-    turns = (("system", "S"), ("user", "Yes"), ("assistant", "Yes"), ("user", "B"), ("assistant", "C"), ("user", "D"))
+    turns = (
+        ("system", "S"),
+        ("user", "Yes"),
+        ("assistant", "Yes"),
+        ("user", "B"),
+        ("assistant", "C"),
+        ("user", "D"),
+    )
     tokenizer = make_tokenizer("chat")
     encoded = one([chat(*turns)], RowFormat.MESSAGES, tokenizer)
-    assert whole(tokenizer, encoded) == "<system>S<eos>\n<user>Yes<eos>\n<assistant>Yes<eos>\n<user>B<eos>\n<assistant>C<eos>"
+    assert (
+        whole(tokenizer, encoded)
+        == "<system>S<eos>\n<user>Yes<eos>\n<assistant>Yes<eos>\n<user>B<eos>\n<assistant>C<eos>"
+    )
     assert learned(tokenizer, encoded) == "Yes<eos>C<eos>"
 
 
@@ -105,10 +118,42 @@ def test_a_template_that_rewrites_earlier_turns_still_has_every_answer_supervise
     turns = (("user", "A"), ("assistant", "B"), ("user", "B"), ("assistant", "think|C"))
     tokenizer = make_tokenizer("rewriting")
     assert learned(tokenizer, one([chat(*turns)], RowFormat.MESSAGES, tokenizer)) == "B<eos>think|C<eos>"
-    # An earlier answer whose text is gone cannot be learned as it stands: dropped and counted, never guessed.
+    # An earlier answer that lost its beginning is not what the data says: it stays, unsupervised.
     turns = (("user", "A"), ("assistant", "why|B"), ("user", "X"), ("assistant", "C"))
-    counts = encode_rows([chat(*turns)], RowFormat.MESSAGES, tokenizer, max_length=512).counts
-    assert (counts.kept, counts.dropped_refused) == (0, 1)
+    encoded = one([chat(*turns)], RowFormat.MESSAGES, tokenizer)
+    assert whole(tokenizer, encoded) == "[user]A<eos>[assistant]B<eos>[user]X<eos>[assistant]C<eos>"
+    assert learned(tokenizer, encoded) == "C<eos>"
+
+
+def test_a_conversation_may_open_with_the_assistant(make_tokenizer):
+    tokenizer = make_tokenizer("chat")
+    turns = (("assistant", "Hello."), ("user", "A"), ("assistant", "B"))
+    assert learned(tokenizer, one([chat(*turns)], RowFormat.MESSAGES, tokenizer)) == "Hello.<eos>B<eos>"
+
+
+def test_a_template_whose_generation_prompt_is_not_in_the_history_is_followed(make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'].split('|')[-1] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]<think>' }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(None)
+    turns = (("user", "Yes"), ("assistant", "Yes"), ("user", "Yes"), ("assistant", "Yes"))
+    encoded = one([chat(*turns)], RowFormat.MESSAGES, tokenizer, template=template)
+    assert learned(tokenizer, encoded) == "Yes<eos>Yes<eos>"
+    starts = [i for i in np.flatnonzero(encoded.labels != IGNORE) if encoded.labels[i - 1] == IGNORE]
+    turn_tokens = len("[user]Yes[assistant]Yes") + 2  # one token a byte, one an EOS
+    assert starts == [turn_tokens - 4, 2 * turn_tokens - 4]
+
+
+def test_an_answer_that_the_template_shortens_is_supervised_as_rendered(make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'].split('|')[-1] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(None)
+    turns = (("user", "A"), ("assistant", "why|B"), ("user", "C"), ("assistant", "why|D"))
+    encoded = one([chat(*turns)], RowFormat.MESSAGES, tokenizer, template=template)
+    assert learned(tokenizer, encoded) == "B<eos>D<eos>"
 
 
 def test_a_token_that_straddles_prompt_and_answer_is_supervised(make_tokenizer):
@@ -120,7 +165,10 @@ def test_a_token_that_straddles_prompt_and_answer_is_supervised(make_tokenizer):
 
 def test_characters_of_several_bytes_are_supervised_whole(make_tokenizer):
     tokenizer = make_tokenizer("chat")
-    assert learned(tokenizer, one([row("caf\u00e9?", "\u00fcber \U0001f600")], QA, tokenizer)) == "\u00fcber \U0001f600<eos>"
+    assert (
+        learned(tokenizer, one([row("\u00e9?", "\u00fcber \U0001f600")], QA, tokenizer))
+        == "\u00fcber \U0001f600<eos>"
+    )
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_mask():
@@ -130,7 +178,9 @@ def test_a_tokenizer_without_offsets_gives_the_same_mask():
     assert not tokenizer.is_fast
     turns = (("user", "A"), ("assistant", "Hi"), ("user", "B"), ("assistant", "You"))
     encoded = one([chat(*turns)], RowFormat.MESSAGES, tokenizer)
-    assert whole(tokenizer, encoded) == "User: A\nAssistant: Hi</s>\nUser: B\nAssistant: You</s>"
+    assert (
+        whole(tokenizer, encoded) == "User: A\nAssistant: Hi</s>User: B\nAssistant: You</s>"
+    )  # its own space rule
     assert learned(tokenizer, encoded) == " Hi</s> You</s>"
 
 
@@ -171,7 +221,10 @@ def test_h07_a_refused_system_role_is_folded_the_same_way_and_counted(make_token
     tokenizer = make_tokenizer("gemma")
     turns = (("system", "Be brief."), ("user", "Q?"), ("assistant", "Yes."))
     result = encode_rows([chat(*turns), chat(*turns[1:])], RowFormat.MESSAGES, tokenizer, max_length=512)
-    assert whole(tokenizer, result.rows[0]) == "<bos><start>user\nBe brief.\n\nQ?<end>\n<start>model\nYes.<end><eos>"
+    assert (
+        whole(tokenizer, result.rows[0])
+        == "<bos><start>user\nBe brief.\n\nQ?<end>\n<start>model\nYes.<end><eos>"
+    )
     assert (result.counts.kept, result.counts.folded_system) == (2, 1)
 
 
@@ -212,7 +265,7 @@ def test_long_text_is_cut_into_chunks_where_every_token_but_the_first_is_a_targe
 def test_wrong_settings_are_named(make_tokenizer):
     with pytest.raises(ConfigError, match=r"max-length is too small, got 1\..*>= 2"):
         encode_rows([row()], QA, make_tokenizer("chat"), max_length=1)
-    with pytest.raises(ConfigError, match="'vicuna'.*plain"):
+    with pytest.raises(ConfigError, match=r"'vicuna'.*plain"):
         encode_rows([row()], QA, make_tokenizer("chat"), max_length=9, template="vicuna")
     with pytest.raises(ConfigError, match="needs a tokenizer with a chat template"):
         encode_rows([row()], QA, make_tokenizer(None), max_length=9, template="chat")
@@ -231,7 +284,9 @@ def test_prompt_at_inference_is_the_prompt_of_training(make_tokenizer):
     for name in ("chat", "gemma", None):
         tokenizer = make_tokenizer(name)
         prompt = resolve_format(tokenizer).render_prompt(turns)
-        encoded = one([{"messages": [*turns, {"role": "assistant", "content": "A"}]}], RowFormat.MESSAGES, tokenizer)
+        encoded = one(
+            [{"messages": [*turns, {"role": "assistant", "content": "A"}]}], RowFormat.MESSAGES, tokenizer
+        )
         assert whole(tokenizer, encoded) == prompt + learned(tokenizer, encoded)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from umbel.errors import ModelError
-from umbel.models.builtin import CHAT_TEMPLATE
 from umbel.models.source import ModelSpec, load_config, load_model, load_tokenizer, meta_model
 from umbel.models.state import read_state
 
+ROOT = Path(__file__).resolve().parents[3]
 LLAMA = ModelSpec("builtin:tiny-llama")
 GPT2 = ModelSpec("builtin:tiny-gpt2")
 
@@ -43,10 +46,7 @@ def test_builtin_weights_depend_on_no_global_random_state():
     assert torch.equal(before, torch.get_rng_state())
     assert all(np.array_equal(first[name], second[name]) for name in first)
     # A value of the Philox stream itself: another library version must not change it.
-    assert first["transformer.wte.weight"][0, 0] == np.float32(BUILTIN_VALUE)
-
-
-BUILTIN_VALUE = 0.0
+    assert first["transformer.wte.weight"][0, 0] == np.float32(-0.06512964516878128)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -83,7 +83,6 @@ def test_chat_template_prompt_is_a_prefix_of_the_whole():
     whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "a"}], tokenize=False)
     assert prompt == "system: s\nuser: q\nassistant: "
     assert whole == prompt + "a<|eos|>"
-    assert "generation %}" not in CHAT_TEMPLATE.replace("add_generation_prompt", "")
 
 
 def test_directory_gives_the_same_model_and_is_not_written_through(tmp_path):
@@ -183,7 +182,35 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     assert "no eos token" in refusal(lambda: load_tokenizer(spec))
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
-    assert "no tokenizer" in refusal(lambda: load_tokenizer(spec))
+    assert "tokenizer cannot be read" in refusal(lambda: load_tokenizer(spec))
+
+
+def test_broken_files_are_named(tmp_path):
+    """H36: a half-copied file gives the path and the remedy, not a library's traceback."""
+    spec = save_tiny(tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, text = weights.read_bytes(), config.read_text()
+    for broken in (whole[: len(whole) // 2], b"xx"):
+        weights.write_bytes(broken)
+        assert str(tmp_path) in refusal(lambda: load_model(spec))
+    weights.write_bytes(whole)
+    for broken in ("{", text.replace('"llama"', '"unheard-of"'), text.replace("258", "999")):
+        config.write_text(broken)
+        assert "cannot be read" in refusal(lambda: load_model(spec))
+    config.write_text(text)
+    load_model(spec)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF1234")
+    broken_gguf = ModelSpec(str(tmp_path / "x.gguf"), cache_dir=str(tmp_path / "cache"))
+    assert "GGUF file cannot be read" in refusal(lambda: load_model(broken_gguf))
+
+
+def test_importing_the_room_loads_no_heavy_library():
+    code = (
+        "import sys, umbel.models.export, umbel.models.packing, umbel.models.fingerprint;"
+        "print([m for m in ('torch', 'transformers', 'peft', 'gguf', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_cache_directory_is_read_when_needed(monkeypatch, tmp_path):

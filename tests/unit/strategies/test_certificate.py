@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from strategies.aggregation.certificate import factor_mean_error, pair_layers
+from strategies.aggregation.errors import UpdateError
 from umbel.errors import ConfigError
 
 P = (0.2, 0.5, 0.3)
@@ -79,6 +80,12 @@ def test_unnormalised_weights_are_normalised():
     assert factor_mean_error([("q", 1.0, cs, a, b)])["relative_error"] == pytest.approx(
         plain["relative_error"]
     )
+
+
+def test_weights_that_sum_to_nothing_are_refused():
+    cs = [(0.0, a, b) for _, a, b in clients()]
+    with pytest.raises(UpdateError, match="nothing"):
+        factor_mean_error([("q", 1.0, cs, cs[0][1], cs[0][2])])
 
 
 def test_no_layers_is_no_error():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -164,6 +166,25 @@ def test_a_fortran_ordered_first_site_is_not_transposed_or_lost():
 def test_wrong_options_are_config_errors(options, key):
     with pytest.raises(ConfigError, match=key):
         WeightedMean({}, **options)
+
+
+def test_memory_does_not_grow_with_the_number_of_sites():
+    size = 1 << 17
+    like, update = {"x": np.zeros(size, np.float32)}, {"x": np.ones(size, np.float32)}
+
+    def peak(num_sites):
+        tracemalloc.start()
+        running = WeightedMean(like)
+        for _ in range(num_sites):
+            running.add(update, 1)
+        running.result()
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    few, many = peak(3), peak(30)
+    assert many < 1.05 * few
+    assert few < 5 * size * 8
 
 
 def test_complex_tensors_are_refused():

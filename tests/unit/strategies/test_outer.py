@@ -124,6 +124,20 @@ def test_resume_is_bit_exact_and_state_is_arrays():
         assert x["x"].tobytes() == y["x"].tobytes()
 
 
+def test_saved_and_loaded_state_is_not_shared_with_the_optimiser():
+    """A checkpoint taken before a step must not change with it, nor the dict it was loaded from."""
+    optimizer, x = SGD(0.5, 0.9), {"x": np.zeros(2)}
+    optimizer.step(x, {"x": np.ones(2)})
+    saved = optimizer.state_dict()
+    before = saved["momentum/x"].copy()
+    other = SGD(0.5, 0.9)
+    other.load_state_dict(saved)
+    for each in (optimizer, other):
+        each.step(x, {"x": np.ones(2)})
+    assert np.array_equal(saved["momentum/x"], before)
+    assert not np.array_equal(optimizer.state_dict()["momentum/x"], before)
+
+
 def test_state_of_another_rule_is_refused():
     other = Adaptive("adam")
     other.step({"x": np.zeros(2)}, {"x": np.ones(2)})

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from strategies.aggregation.errors import UpdateError
 from strategies.aggregation.layers import pair_layers
 from strategies.aggregation.products import Term, norm_of_sum
 
@@ -57,6 +58,8 @@ def factor_mean_error(layers: Iterable[Layer]) -> dict[str, Any]:
 
 def _ideal(scale: float, contributions: Sequence[tuple]) -> list[Term]:
     total = sum(float(c[0]) for c in contributions)
+    if not total > 0:
+        raise UpdateError("weights", "sum to nothing", got=total, allowed="> 0", remedy="Skip this layer.")
     return [(float(c[0]) / total * float(c[3] if len(c) > 3 else scale), c[2], c[1]) for c in contributions]
 
 

@@ -125,9 +125,6 @@ def _dirichlet(
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for members in _by_label(labels).values():
         shares = rng.dirichlet(np.full(num_parts, alpha))
-        # A very small alpha can underflow to 0/0: all the mass then goes to one part, which is its limit.
-        if not np.isfinite(shares).all():
-            shares = np.eye(num_parts)[rng.integers(num_parts)]
         cuts = np.round(np.cumsum(shares)[:-1] * len(members)).astype(int)
         for part, piece in zip(parts, np.split(rng.permutation(members), cuts), strict=True):
             part.extend(piece.tolist())

@@ -100,9 +100,10 @@ class ChatFormat:
 
     def _find_span(self, text: str, turns: Messages, i: int, after: int) -> Span | None:
         content = turns[i]["content"]
-        prompt = self.render(turns[:i], generation_prompt=True) if i else ""
+        # Templates may index the first turn, so a conversation that opens with the assistant has no prompt.
+        prompt = self.render(turns[:i], generation_prompt=True) if i else None
         done = self.render(turns[: i + 1]).rstrip()
-        if text.startswith(prompt) and len(prompt) >= after:
+        if prompt is not None and text.startswith(prompt):
             start = len(prompt)
         else:
             shared = len(_common_prefix(text, self.render(turns[:i]).rstrip())) if i else 0

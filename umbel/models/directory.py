@@ -7,12 +7,13 @@ outside (see `gguf.py`), or the last one wins.
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from umbel.fsio import fsync_folder
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def _replace(new: Path, target: Path, aside: Path) -> None:
             aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-    _sync(target.parent)
+    fsync_folder(target.parent)
 
 
 def _flush(directory: Path) -> None:
@@ -53,13 +54,5 @@ def _flush(directory: Path) -> None:
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             path.chmod(mode)
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_folder(path)
+    fsync_folder(directory)

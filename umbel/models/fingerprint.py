@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from umbel.fsio import write_atomic
 from umbel.models import builtin
 from umbel.models.adapter import AdaptedModule, LoraSettings
 from umbel.models.source import BUILTIN, ModelSpec, load_model, local_directory
@@ -89,13 +89,8 @@ def _read_note(note: Path) -> str:
 
 def _write_note(note: Path, value: str) -> None:
     """Remember the value; a cache that cannot be written only costs the next process the time."""
-    temporary = note.with_name(f".tmp-{uuid.uuid4().hex[:12]}")
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"sha256": value}))
-        os.replace(temporary, note)
-    except OSError:
-        return
+    with suppress(OSError):
+        write_atomic(note, json.dumps({"sha256": value}).encode())
 
 
 def _sha256_json(value: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umbel.models.directory import atomic_directory
-from umbel.models.problem import model_error
+from umbel.models.problem import model_error, readable
 from umbel.models.quiet import quiet_progress
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def converted_directory(file: Path, cache: Path) -> Path:
             "converted weights cannot be written",
             got=str(target.parent),
             allowed="a writable cache directory that no other process holds locked",
-            remedy="Set UMBEL_CACHE or model.cache-dir to a writable directory.",
+            remedy="Set UMBEL_CACHE to a writable directory.",
         ) from error
     try:
         if not target.is_dir():
@@ -100,7 +100,7 @@ def _convert(file: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    with quiet_progress():
+    with quiet_progress(), readable("GGUF file", file):
         packed = AutoModelForCausalLM.from_pretrained(file.parent, **source)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     _split_digits(tokenizer, file)

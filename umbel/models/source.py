@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from umbel.models.builtin import builtin_config, builtin_model, byte_tokenizer, settings_of
 from umbel.models.gguf import converted_directory, package_file
-from umbel.models.problem import first_three, model_error
+from umbel.models.problem import first_three, model_error, readable
 from umbel.models.quiet import quiet_notes, quiet_progress
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ def load_config(spec: ModelSpec) -> PretrainedConfig:
     from transformers import AutoConfig
 
     directory = local_directory(spec)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    _refuse_quantised(spec, config.to_dict().get("quantization_config"), directory)
+    with readable("model config", directory):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        quantisation, coded = config.to_dict().get("quantization_config"), sorted(_coded_weights(directory))
+    _refuse_quantised(spec, quantisation, coded)
     config.use_cache = False
     return config
 
@@ -104,15 +106,8 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     directory = local_directory(spec)
-    try:
+    with readable("tokenizer", directory):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # the library raises a dozen types for one cause
-        raise model_error(
-            "model directory holds no tokenizer that can be loaded",
-            got=str(directory),
-            allowed="a directory with tokenizer.json or the tokenizer files of its architecture",
-            remedy=f"Save the tokenizer beside the weights ({type(error).__name__}: {str(error)[:200]}).",
-        ) from error
     return _checked_tokenizer(tokenizer, load_config(spec), spec)
 
 
@@ -187,7 +182,7 @@ def _from_directory(spec: ModelSpec, dtype: Any) -> PreTrainedModel:
             allowed="*.safetensors (pickled weights are never read)",
             remedy="Convert the weights with save_pretrained, which writes safetensors.",
         )
-    with quiet_progress():
+    with quiet_progress(), readable("model weights", directory):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
@@ -229,9 +224,8 @@ def _checked_tokenizer(tokenizer: Any, config: Any, spec: ModelSpec) -> PreTrain
     return tokenizer
 
 
-def _refuse_quantised(spec: ModelSpec, quantisation: Any, directory: Path) -> None:
+def _refuse_quantised(spec: ModelSpec, quantisation: Any, codes: list[str]) -> None:
     method = quantisation.get("quant_method", "unknown") if quantisation else ""
-    codes = [] if method else sorted(_coded_weights(directory))
     if method or codes:
         raise model_error(
             "model weights are quantised",

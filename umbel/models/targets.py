@@ -54,11 +54,9 @@ def check_saved(model: Any, saved: list[str]) -> None:
     for part in saved:
         found = [name for name in modules if _ends_with(name, part)]
         allowed = ", ".join(name for name, _ in model.named_children())
-        check(f"lora.modules-to-save: {part!r} matches no module", part, bool(found), allowed, "Correct it.")
+        check(f"modules_to_save: {part!r} matches no module", part, bool(found), allowed, "Correct it.")
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        _refuse_tied(
-            model, "lora.modules-to-save", [n for n in found if any(modules[n] is end for end in ends)]
-        )
+        _refuse_tied(model, "modules_to_save", [n for n in found if any(modules[n] is end for end in ends)])
     head = model.get_output_embeddings()
     for name, child in model.named_children():
         inside = name == model.base_model_prefix or child is head or name in saved
@@ -66,8 +64,8 @@ def check_saved(model: Any, saved: list[str]) -> None:
             raise model_error(
                 f"task head {name!r} would stay frozen at its random first values",
                 got=",".join(saved),
-                allowed=f"lora.modules-to-save that contains {name}",
-                remedy=f"Set lora.modules-to-save = {name!r}: it is then trained, exchanged and exported.",
+                allowed=f"modules_to_save that contains {name}",
+                remedy=f"Set modules_to_save = {name!r}: it is then trained, exchanged and exported.",
             )
 
 

@@ -3,7 +3,7 @@
     state s = the global state after round s; state 0 = the initial one
     held-out loss of state s   = `evaluated` of round s, else the `heldout` of the round that started from s
     contributed tokens of site = tokens of its updates that stand in the record of a committed round
-    wait of a round            = total - (load + train + eval + encode), means over its updates, not below 0
+    wait of a round            = total - (load + train + eval + encode), means over its updates, never < 0
 
 A round that a crash cut off and that ran again is two rows; the later commit counts in curves and
 contributions, the bytes of both were sent. A resume from round k undoes the commits after k. Odd or missing

@@ -146,14 +146,18 @@ class RoundRow:
         return sum(whole(u.get("tokens")) or 0 for s, u in self.updates.items() if s in self.accepted)
 
     def time_split(self) -> dict[str, float]:
-        """Mean seconds over the updates of load, train, eval and encode; wait is the rest of the total."""
+        """Mean seconds over the updates of load, train, eval and encode; wait is the rest of the total.
+
+        Load holds what a site needs before its first step: model (`load`) and state and data (`prepare`).
+        """
         reports = [s for u in self.updates.values() if isinstance(s := u.get("seconds"), Mapping)]
         if not reports:
             return {}
         split = {
             phase: sum(number(r.get(phase)) or 0.0 for r in reports) / len(reports)
-            for phase in ("load", "train", "eval", "encode")
+            for phase in ("load", "prepare", "train", "eval", "encode")
         }
+        split["load"] += split.pop("prepare")
         if self.total_seconds is not None:
             split["wait"] = max(0.0, self.total_seconds - sum(split.values()))
         return split

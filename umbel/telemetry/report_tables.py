@@ -91,7 +91,7 @@ def rounds_section(history: History) -> str:
             size(row.bytes_up),
             size(row.bytes_down),
             duration(row.total_seconds),
-            row.state_crc or DASH,
+            row.state_crc[:12] or DASH,
         ]
         for row in history.rounds
     ]
@@ -108,7 +108,7 @@ def rounds_section(history: History) -> str:
         "Received",
         "Sent",
     ]
-    header += ["Time", "State CRC"]
+    header += ["Time", "State CRC, first 12"]
     body = table("Rounds in the order they were opened", header, rows, [0, 1, 5, 6, 7, 8, 9])
     return section("rounds", "Rounds", details(f"{len(rows)} rounds", body, is_open=len(rows) <= 20))
 

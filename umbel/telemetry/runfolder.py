@@ -43,7 +43,7 @@ class RunFolder:
         if not is_run(folder.path):
             raise DataError(
                 f"no run in this folder, got {str(path)!r}. Allowed: a folder with events.jsonl or "
-                "config.toml. See `umbel list`; UMBEL_RUNS names the folder that holds the runs."
+                "config.toml. See `umbel ls`; UMBEL_RUNS names the folder that holds the runs."
             )
         return folder
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from umbel.telemetry.history import History
 from umbel.telemetry.units import loss
 
+# The mean of products is served in float32: its rounding stays well below this.
+EXACT = 1e-5
+
 
 def verdict(history: History) -> str:
     """What the run brought, in one or two sentences."""
@@ -23,14 +26,20 @@ def verdict(history: History) -> str:
 
 
 def certificate(history: History) -> str:
-    """The exactness line: how far the served aggregate is from the exact one."""
+    """The exactness line: the distance of the served adapter from the mean of the sites' products.
+
+    Below EXACT it is rounding; above, the method serves something else than that mean, and the line says so.
+    """
     exact = history.exactness()
     if exact is None:
         return ""
     worst, row, checked = exact
-    where = f" in {row.exactness_layer}" if row.exactness_layer else ""
-    error = f"a relative error of {worst:.1e} (worst: round {row.round}{where})"
-    return (
-        "Exactness certificate: the served aggregate equals the weighted mean of the accepted updates within "
-        f"{error}; {checked} of {len(history.committed)} committed rounds checked."
-    )
+    where = f"round {row.round}, {row.exactness_layer}" if row.exactness_layer else f"round {row.round}"
+    rounds = f"{checked} of {len(history.committed)} committed rounds checked"
+    if worst <= EXACT:
+        said = (
+            "the served adapter is the weighted mean of the sites' products, up to rounding: relative error"
+        )
+        return f"Exactness certificate: {said} at most {worst:.1e} ({where}; {rounds})."
+    said = f"the served adapter differs from the weighted mean of the sites' products by up to {worst:.2%}"
+    return f"Exactness certificate: not exact; {said} of its norm in a round ({where}; {rounds})."

@@ -62,6 +62,15 @@ def adapter_squared_distances(adapters: Sequence[Adapter]) -> np.ndarray:
     return distances_of_gram(adapter_gram(adapters))
 
 
+def combined_terms(adapters: Sequence[Adapter], coefficients: Sequence[float], module: str) -> list[Term]:
+    """Return sum_i c_i s_i B_i A_i of one layer as terms, for `stack` or `qr_svd`; zero coefficients are left out."""
+    return [
+        (float(c) * adapter[module][0], adapter[module][1], adapter[module][2])
+        for c, adapter in zip(coefficients, adapters)
+        if c != 0.0 and module in adapter
+    ]
+
+
 def distances_of_gram(gram: np.ndarray) -> np.ndarray:
     """Return D_ij = G_ii + G_jj - 2 G_ij, clipped at zero."""
     diagonal = np.diagonal(gram)

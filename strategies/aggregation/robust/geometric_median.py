@@ -35,7 +35,7 @@ def geometric_median_coefficients(
     *,
     smoothing: float | None = None,
     max_iterations: int = 2000,
-    tolerance: float = 1e-12,
+    tolerance: float = 1e-10,
 ) -> np.ndarray:
     """Return c [n], sum 1, from squared distances [n, n].
 
@@ -44,15 +44,17 @@ def geometric_median_coefficients(
     """
     given = shares(weights, len(squared))
     origin, spread = central_row(squared)
-    # The floor covers a majority of equal rows, whose spread is zero.
-    nu = max(1e-6 * spread, 1e-12 * float(np.sqrt(squared.max()))) if smoothing is None else smoothing
+    # A majority of equal rows has no spread; it is the median then, whatever the others do.
+    floor = 1e-6 * spread if spread > 0 else 1e-15 * float(np.sqrt(squared.max()))
+    nu = floor if smoothing is None else smoothing
     coefficients = given
     if not squared.any():
         return coefficients
     for _ in range(max_iterations):
         pull = given / np.maximum(distances_to_combination(squared, coefficients, origin), max(nu, TINY))
         updated = pull / pull.sum()
-        if np.abs(updated - coefficients).max() < tolerance:
+        # Relative: the tiny coefficient of a far-away row matters as much as its distance is large.
+        if (np.abs(updated - coefficients) <= tolerance * coefficients).all():
             return updated
         coefficients = updated
     return coefficients

@@ -14,7 +14,7 @@ from umbel.errors import ConfigError
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Flags of one rule. `dora` is "average" where (A, B, magnitude) may be averaged with the error reported."""
+    """Flags of one rule. `dora`: (A, B, magnitude) averaged with the error reported, trained in phases, or refused."""
 
     heterogeneous_rank: bool = False
     secure_sums: bool = False
@@ -23,7 +23,7 @@ class Capabilities:
     safe_4bit: bool = True
     stale_updates: bool = True
     global_model: bool = True
-    dora: Literal["refuse", "average"] = "refuse"
+    dora: Literal["refuse", "average", "phases"] = "refuse"
     exact: bool = False
     joiner_needs: str = "the current state"
     note: str = ""
@@ -42,7 +42,6 @@ class Needs:
     dora: bool = False
 
 
-# need -> (is it met, what cannot be done, rule to take instead)
 def check(rule: str, can: Capabilities, needs: Needs) -> None:
     """Raise ConfigError naming rule, key and alternative for the first need that `rule` does not meet."""
     table = (
@@ -52,7 +51,7 @@ def check(rule: str, can: Capabilities, needs: Needs) -> None:
         ("quantised_base", can.safe_4bit and not can.moves_base, "would fold into a quantised base", "carry"),
         ("fixed_reference", not can.moves_base, "would move the reference model", "carry"),
         ("stale_updates", can.stale_updates, "re-bases or alternates factors every round", "fedit or ffa"),
-        ("dora", can.dora == "average", "has no known right way with DoRA", "fedit, or plain LoRA"),
+        ("dora", can.dora != "refuse", "has no known right way with DoRA", "fedit, or plain LoRA"),
     )
     for key, met, problem, alternative in table:
         if getattr(needs, key) and not met:

@@ -24,7 +24,11 @@ from strategies.aggregation.rules.capabilities import Capabilities
 from strategies.aggregation.rules.common import Contribution, Factors, canonical, require_equal, shares
 
 CAPABILITIES = Capabilities(
-    heterogeneous_rank=True, exact=True, joiner_needs="A, B, C", note="exact while the rank of C is not cut"
+    heterogeneous_rank=True,
+    stale_updates=False,
+    exact=True,
+    joiner_needs="A, B, C",
+    note="exact while the rank of C is not cut",
 )
 
 

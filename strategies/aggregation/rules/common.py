@@ -13,6 +13,7 @@ products.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ def canonical(contributions: Iterable[Contribution]) -> list[Contribution]:
     Raises UpdateError for a bad weight, a NaN, a site named twice, or when nobody is left.
     """
     kept = sorted((c for c in contributions if check_weight(c.weight) > 0), key=lambda c: c.site)
-    for first, second in zip(kept, kept[1:]):
+    for first, second in pairwise(kept):
         if first.site == second.site:
             raise UpdateError(
                 f"site {first.site!r}", "contributes twice", allowed="one update a site and round"
@@ -135,8 +136,9 @@ def by_layer(
             if module in pairs[site]:
                 a_name, b_name = pairs[site][module]
                 own = scales.get(site, scales)
-                scale = own[module] if isinstance(own, Mapping) else own
-                rows.append(Contribution(site, weight, scale, arrays[a_name], arrays[b_name]))
+                scale = own[module] if isinstance(own, Mapping) else scales[module]
+                assert isinstance(scale, (int, float))
+                rows.append(Contribution(site, weight, float(scale), arrays[a_name], arrays[b_name]))
         yield module, rows
 
 

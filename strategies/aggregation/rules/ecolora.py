@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class Segments(NamedTuple):
 def bounds(size: int, num_segments: int) -> list[tuple[int, int]]:
     """Return [start, stop) of every segment; lengths differ by at most one."""
     edges = [size * j // num_segments for j in range(num_segments + 1)]
-    return list(zip(edges, edges[1:]))
+    return list(pairwise(edges))
 
 
 def segment_of(position: int, round_index: int, num_segments: int) -> int:

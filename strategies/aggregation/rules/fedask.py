@@ -3,10 +3,10 @@
     stage 1:  Y = sum p_i s_i B_i (A_i O)       O [in, k] public, from the round's seed;   Q = qr(Y).Q
     stage 2:  P = sum p_i s_i A_i^T (B_i^T Q)   D ~ Q P^T;  factors from its SVD
 
-arXiv 2507.09990; the range finder is that of Halko, Martinsson, Tropp 2011 (arXiv 0909.4061). Exact for k >=
-sum of the ranks; for k = 2.5 r a rank-r result is near the optimum. If sites drop out between the stages, the
-result is the exact mean of those that stayed (Q still spans them); a site that joins only stage 2 would break
-it and is refused.
+arXiv 2507.09990; the range finder is that of Halko, Martinsson, Tropp 2011 (arXiv 0909.4061). Exact for k >= sum of
+the ranks; for k = 2.5 r a rank-r result is near the optimum. If sites drop out between the stages, the result is the
+exact mean of those that stayed, as long as the ranks of stage 1 add up to no more than `in`: only then does Q span
+every site's B and not merely the first sum. A site that joins only stage 2 would break it and is refused.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from strategies.aggregation.rules.common import (
 
 CAPABILITIES = Capabilities(
     moves_base=True,
+    stale_updates=False,
     safe_4bit=False,
     exact=True,
     joiner_needs="the base and the summed residuals, A, B",

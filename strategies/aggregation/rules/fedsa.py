@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from strategies.aggregation.mean import check_weight
 from strategies.aggregation.rules import sums
 from strategies.aggregation.rules.capabilities import Capabilities
 
@@ -35,5 +36,5 @@ def from_total(total: sums.Total) -> np.ndarray:
 
 def aggregate(contributions: Iterable[tuple[str, float, np.ndarray]]) -> np.ndarray:
     """Return the mean A [r, in] in float64 of (site, weight, A), summed in site order."""
-    kept = sorted((c for c in contributions if c[1] > 0), key=lambda c: c[0])
+    kept = sorted((c for c in contributions if check_weight(c[1]) > 0), key=lambda c: c[0])
     return from_total(sums.add(summand(weight, a) for _, weight, a in kept))

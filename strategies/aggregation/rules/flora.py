@@ -20,6 +20,7 @@ from strategies.aggregation.rules.common import Contribution, Factors, ideal_ter
 CAPABILITIES = Capabilities(
     heterogeneous_rank=True,
     moves_base=True,
+    stale_updates=False,
     safe_4bit=False,
     exact=True,
     joiner_needs="the base and all past stacks, or a dense checkpoint",

@@ -3,7 +3,7 @@
     ranks rho_1 < .. < rho_M,  blocks I_m = (rho_{m-1}, rho_m] T = sum_m sum_{i: r_i >= rho_m} (p_i / sum_{j:
     r_j >= rho_m} p_j) s_i B_i[:, I_m] A_i[I_m, :];   qr_svd(T, r_i)
 
-After arXiv 2602.16936's neighbour 2602.13486, reconstructed from its abstract. Plain averaging lets the
+arXiv 2602.13486, reconstructed from its abstract. Plain averaging lets the
 energy of mixed-rank federations collapse into the smallest shared rank; here a direction is not diluted by
 sites that cannot represent it. The target is T, not the ideal mean: the distance to that is reported, not
 promised. Equal ranks give FlexLoRA.

@@ -16,7 +16,12 @@ from strategies.aggregation.rules.capabilities import Capabilities
 from strategies.aggregation.rules.common import Contribution, Factors, canonical, require_equal
 
 CAPABILITIES = Capabilities(
-    secure_sums=True, dp_linear=True, exact=True, stale_updates=False, joiner_needs="both factors, the phase"
+    secure_sums=True,
+    dp_linear=True,
+    exact=True,
+    stale_updates=False,
+    dora="phases",
+    joiner_needs="both factors, the phase",
 )
 Phase = Literal["A", "B"]
 

@@ -87,7 +87,8 @@ def test_the_page_says_what_the_events_say(two_site_run):
         in shown
     )
     assert (
-        "within a relative error of 5.0e-08 (worst: round 3 in l2); 2 of 2 committed rounds checked" in shown
+        "up to rounding: relative error at most 5.0e-08 (round 3, l2; 2 of 2 committed rounds checked)."
+        in shown
     )
     assert "west join tokenizer differs joining 1" in shown
     assert "south oom out of memory 3 1" in shown
@@ -231,3 +232,15 @@ def test_verdicts():
     assert verdict(History.from_events([*one, worse])) == (
         "Held-out loss rose from 5.000 to 6.000 (+20.0%) in 1 committed round. 1 of 1 sites contributed."
     )
+
+
+@pytest.mark.parametrize(("error", "exact"), [(0.0, True), (1e-5, True), (1.1e-5, False), (0.0789, False)])
+def test_a_method_that_is_not_exact_is_not_called_exact(error, exact):
+    record = long_run(1, 1)[-1] | {"exactness": {"relative_error": error, "worst_layer": "k_proj"}}
+    said = certificate(History.from_events([*long_run(1, 1)[:-1], record]))
+    assert ("up to rounding" in said, "not exact" in said) == (exact, not exact)
+    if error == 0.0789:
+        assert (
+            "by up to 7.89% of its norm in a round (round 1, k_proj; 1 of 1 committed rounds checked)."
+            in said
+        )

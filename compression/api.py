@@ -13,7 +13,7 @@ import numpy as np
 
 from compression.codecs.base import SEGMENT, segments
 from compression.errors import FrameError, NonFiniteError
-from compression.finite import first_non_finite
+from compression.finite import all_finite, first_non_finite
 from compression.frame import FrameHeader, FrameWriter, GroupHeader, section_views
 from compression.frame import read_header as _read_header
 from compression.kernels import kernels
@@ -22,7 +22,7 @@ from compression.limits import DEFAULT_LIMITS, Limits
 from compression.policy import Policy, parse_policy
 from compression.registry import build
 from compression.rng import stream_key
-from compression.source import Source, Target, offsets_of
+from compression.source import Places, Source, Target
 from compression.spec import parse
 from umbel.errors import ConfigError
 
@@ -87,7 +87,7 @@ def encode_into(
             group_bases = _parts(entries, [bases[i] for i in indices]) if bases is not None else None
             encoded = codec.encode_bytes(entries, _finite_parts(entries, chosen), writer, group_bases)
         else:
-            encoded = codec.encode(Source(entries, chosen), writer, group_seed(seed, number))
+            encoded = codec.encode(Source(entries, chosen, codec.align), writer, group_seed(seed, number))
         groups.append(GroupHeader(encoded.pipeline.wire(), encoded.nnz, writer.take_sections()))
     return writer.finish(
         FrameHeader(layout.digest(), layout.numel, policy.wire(), seed, round_index, base, tuple(groups))
@@ -101,16 +101,21 @@ def decode(
     limits: Limits = DEFAULT_LIMITS,
     base: str | None = None,
     base_arrays: Arrays | None = None,
+    out: Arrays | None = None,
 ) -> dict[str, np.ndarray]:
-    """Decode a frame into fresh arrays of the layout's shapes and dtypes, in layout order.
+    """Decode a frame into arrays of the layout's shapes and dtypes, in layout order.
+
+    They are fresh, or those of `out` (contiguous, same layout; half-written if the frame turns out bad):
+    reuse spares the cost of fresh pages.
 
     With `base` given, a frame made against another base is refused. Raises FrameError only.
     """
     header = read_header(frame, limits)
     opened = _open(frame, header, layout, base, base_arrays)
+    room = dict(zip([e.name for e in layout.entries], _destinations(layout, out)))
     found: dict[str, np.ndarray] = {}
     for group in opened:
-        found.update(group.decode())
+        found.update(group.decode([room[e.name] for e in group.entries] if out is not None else None))
     return {entry.name: found[entry.name] for entry in layout.entries}
 
 
@@ -172,9 +177,11 @@ def accumulate_many(
             _add_together([group], layout, out, [weight])
 
 
-def predict_bytes(layout: Layout, policy: Policy | str) -> int | None:
-    """Exact frame size in bytes for fixed-rate policies (seed, round and base at their defaults), else
-    None."""
+def predict_bytes(
+    layout: Layout, policy: Policy | str, *, seed: int = 0, round_index: int = 0, base: str = ""
+) -> int | None:
+    """Exact frame size in bytes for fixed-rate policies, else None. Seed, round and base count by their
+    digits."""
     policy = check_policy(policy)
     groups = []
     for pipeline, indices in policy.groups(layout):
@@ -185,7 +192,7 @@ def predict_bytes(layout: Layout, policy: Policy | str) -> int | None:
             return None
         nnz = codec.num_kept(entries) if hasattr(codec, "num_kept") else sum(e.numel for e in entries)
         groups.append(GroupHeader(pipeline.wire(), nnz, sections))
-    header = FrameHeader(layout.digest(), layout.numel, policy.wire(), 0, 0, "", tuple(groups))
+    header = FrameHeader(layout.digest(), layout.numel, policy.wire(), seed, round_index, base, tuple(groups))
     return 12 + len(header.to_bytes()) + sum(n for g in groups for _, n in g.sections) + 8
 
 
@@ -206,48 +213,53 @@ class _Group:
         self, codec: Any, views: dict, entries: list[TensorSpec], header: GroupHeader, seed: int
     ) -> None:
         self.entries = entries
-        self.starts = offsets_of(entries)
+        self.places = Places(entries, getattr(codec, "align", 1))
         self.codec, self.views, self.nnz = codec, views, header.nnz
         self.bases: list[np.ndarray] | None = None
         self.is_bytes = hasattr(codec, "decode_bytes")
         self.decoder: Any = None if self.is_bytes else codec.open(views, entries, header.nnz, seed)
         self._parts: list[np.ndarray] | None = None
 
-    def parts(self) -> list[np.ndarray]:
+    def parts(self, out_parts: list[np.ndarray] | None = None) -> list[np.ndarray]:
         """Byte codecs: the decoded tensors as flat arrays, finite."""
         if self._parts is None:
-            parts = self.codec.decode_bytes(self.views, self.entries, self.nnz, self.bases)
+            parts = self.codec.decode_bytes(self.views, self.entries, self.nnz, self.bases, out_parts)
             for entry, part in zip(self.entries, parts):
-                if first_non_finite(part) >= 0:
+                if not all_finite(part):
                     raise FrameError("non_finite", entry.name)
             self._parts = parts
         return self._parts
 
-    def decode(self) -> dict[str, np.ndarray]:
+    def decode(self, out_parts: list[np.ndarray] | None) -> dict[str, np.ndarray]:
         if self.is_bytes:
-            parts = self.parts()
-            return {e.name: np.array(part).reshape(e.shape) for e, part in zip(self.entries, parts)}
-        target = Target(self.entries)
-        for start, stop in segments(target.numel, self.decoder.segment):
-            direct = target.view(start, stop)
-            piece = np.empty(stop - start, np.float32) if direct is None else direct
-            self.segment(start, piece)
-            if direct is None:
-                target.put(start, piece)
-        return target.arrays()
+            own = self.parts(out_parts)
+            if not self.codec.fresh:
+                own = _copied(own, out_parts)
+        else:
+            own = out_parts or [np.empty(e.numel, DTYPES[e.dtype]) for e in self.entries]
+            target = Target(self.entries, own, self.places.align)
+            for start, stop in segments(target.numel, self.decoder.segment):
+                direct = target.view(start, stop)
+                piece = np.empty(stop - start, np.float32) if direct is None else direct
+                self.segment(start, piece)
+                if direct is None:
+                    target.put(start, piece)
+        return {e.name: part.reshape(e.shape) for e, part in zip(self.entries, own)}
 
     def segment(self, start: int, out: np.ndarray) -> None:
         self.decoder.decode(start, out)
-        if first_non_finite(out) >= 0:
+        if not kernels(self.places.numel).all_finite(out):
             raise FrameError("non_finite", "a decoded value")
 
     def verify(self) -> None:
         if self.is_bytes:
             self.parts()
             return
-        scratch = np.empty(min(self.decoder.segment, max(self.starts[-1], 1)), np.float32)
-        for start, stop in segments(self.starts[-1], self.decoder.segment):
+        scratch = np.empty(min(self.decoder.segment, max(self.places.numel, 1)), np.float32)
+        for start, stop in segments(self.places.numel, self.decoder.segment):
             self.segment(start, scratch[: stop - start])
+            for index, low, high in self.places.pieces(start, stop):
+                _as_decoded(scratch[low - start : high - start], self.entries[index])
 
 
 def _open(
@@ -284,6 +296,23 @@ def _open(
     return groups
 
 
+def _destinations(layout: Layout, out: Arrays | None) -> list[np.ndarray]:
+    if out is None:
+        return []
+    arrays = layout.ordered(out)
+    if not all(array.flags.c_contiguous and array.flags.writeable for array in arrays):
+        raise ValueError("out must hold writable C-contiguous arrays")
+    return [array.reshape(-1) for array in arrays]
+
+
+def _copied(parts: list[np.ndarray], out_parts: list[np.ndarray] | None) -> list[np.ndarray]:
+    if out_parts is None:
+        return [np.array(part) for part in parts]
+    for out, part in zip(out_parts, parts):
+        out[:] = part
+    return out_parts
+
+
 def _parts(entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.ascontiguousarray(a, DTYPES[e.dtype]).reshape(-1) for e, a in zip(entries, arrays)]
 
@@ -291,14 +320,14 @@ def _parts(entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> list[
 def _finite_parts(entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     parts = _parts(entries, arrays)
     for entry, part in zip(entries, parts):
-        if first_non_finite(part) >= 0:
+        if not all_finite(part):
             raise NonFiniteError(entry.name, "holds a NaN or an infinite value. Nothing of it is sent.")
     return parts
 
 
 def _same_grouping(left: list[_Group], right: list[_Group]) -> bool:
     def shape(groups: list[_Group]) -> list:
-        return [(g.entries, g.decoder.segment if g.decoder else 0) for g in groups]
+        return [(g.entries, g.places.align, g.decoder.segment if g.decoder else 0) for g in groups]
 
     return shape(left) == shape(right)
 
@@ -307,50 +336,47 @@ def _add_together(
     groups: Sequence[_Group], layout: Layout, out: np.ndarray, weights: Sequence[float]
 ) -> None:
     first = groups[0]
-    places = dict(zip((e.name for e in layout.entries), layout.offsets))
-    runs = _runs(first, places)
+    offsets = dict(zip((e.name for e in layout.entries), layout.offsets))
     if first.is_bytes:
         for group, weight in zip(groups, weights):
-            _add_parts(group, places, out, weight)
+            _add_parts(group, offsets, out, weight)
         return
-    scratch = np.empty(min(first.decoder.segment, max(first.starts[-1], 1)), np.float32)
-    for start, stop in segments(first.starts[-1], first.decoder.segment):
-        pieces = _pieces(runs, start, stop)
+    shifts = [offsets[e.name] - start for e, start in zip(first.entries, first.places.starts)]
+    scratch = np.empty(min(first.decoder.segment, max(first.places.numel, 1)), np.float32)
+    for start, stop in segments(first.places.numel, first.decoder.segment):
+        pieces = list(first.places.pieces(start, stop))
+        whole = pieces[0][1:] == (start, stop) and _is_wide(first.entries[pieces[0][0]])
         for group, weight in zip(groups, weights):
-            if len(pieces) == 1:
-                (_, _, place), size = pieces[0], stop - start
-                if group.decoder.accumulate(start, out[place : place + size], float(weight)):
+            if whole:
+                place = start + shifts[pieces[0][0]]
+                if group.decoder.accumulate(start, out[place : place + stop - start], float(weight)):
                     continue
             values = scratch[: stop - start]
             group.segment(start, values)
-            for low, high, place in pieces:
-                kernels(high - low).axpy(values[low:high], out[place : place + high - low], float(weight))
+            for index, low, high in pieces:
+                room = out[low + shifts[index] : high + shifts[index]]
+                part = _as_decoded(values[low - start : high - start], first.entries[index])
+                kernels(first.places.numel).axpy(part, room, float(weight))
 
 
-def _add_parts(group: _Group, places: dict[str, int], out: np.ndarray, weight: float) -> None:
+def _is_wide(entry: TensorSpec) -> bool:
+    return entry.dtype in ("float32", "float64")
+
+
+def _as_decoded(values: np.ndarray, entry: TensorSpec) -> np.ndarray:
+    """What `decode` would have returned: values rounded to a narrower dtype, so that sums and residuals
+    agree."""
+    if _is_wide(entry):
+        return values
+    with np.errstate(over="ignore"):
+        narrow = values.astype(DTYPES[entry.dtype])
+    if first_non_finite(narrow) >= 0:
+        raise FrameError("non_finite", entry.name)
+    return narrow.astype(np.float32)
+
+
+def _add_parts(group: _Group, offsets: dict[str, int], out: np.ndarray, weight: float) -> None:
     for entry, part in zip(group.entries, group.parts()):
-        place = places[entry.name]
+        place = offsets[entry.name]
         for start, stop in segments(part.size, SEGMENT):
             out[place + start : place + stop] += part[start:stop].astype(np.float64) * weight
-
-
-def _runs(group: _Group, places: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(start in group, stop in group, place in the layout) of every maximal contiguous run."""
-    runs: list[tuple[int, int, int]] = []
-    for entry, start in zip(group.entries, group.starts):
-        stop, place = start + entry.numel, places[entry.name]
-        if runs and runs[-1][2] + runs[-1][1] - runs[-1][0] == place:
-            runs[-1] = (runs[-1][0], stop, runs[-1][2])
-        else:
-            runs.append((start, stop, place))
-    return runs
-
-
-def _pieces(runs: list[tuple[int, int, int]], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The runs cut to [start, stop), as (low, high) relative to `start` and the place of `low`."""
-    cut = []
-    for low, high, place in runs:
-        left, right = max(low, start), min(high, stop)
-        if left < right:
-            cut.append((left - start, right - start, place + left - low))
-    return cut

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from compression.kernels import kernels
+
 _STEP = 1 << 16
 # dtype name -> (unsigned word, mask of the exponent)
 _EXPONENT = {
@@ -26,3 +28,13 @@ def first_non_finite(flat: np.ndarray) -> int:
         if piece.max() == exponent:  # an exponent of all ones is NaN or infinity
             return start + int(np.argmax(piece == exponent))
     return -1
+
+
+def all_finite(flat: np.ndarray) -> bool:
+    """As `first_non_finite(flat) < 0`, compiled for long float32 and 16-bit arrays."""
+    run_on = kernels(flat.size)
+    if hasattr(run_on, "all_finite16") and flat.dtype.name in ("bfloat16", "float16"):
+        return run_on.all_finite16(flat.view(np.uint16), _EXPONENT[flat.dtype.name][1])
+    if flat.dtype == np.float32:
+        return run_on.all_finite(flat)
+    return first_non_finite(flat) < 0

@@ -113,6 +113,16 @@ class FrameWriter:
         self._sections.append((kind, self._end - self._start))
         self._start = self._end
 
+    def patch(self, offset: int, data: np.ndarray) -> None:
+        """Overwrite bytes of the open section, `offset` bytes after its start."""
+        self._buffer[self._start + offset : self._start + offset + data.size] = data
+
+    def split_section(self, *parts: tuple[str, int]) -> None:
+        """Close sections of the given sizes at the front of the bytes kept since the last one."""
+        for kind, size in parts:
+            self._sections.append((kind, size))
+            self._start += size
+
     def section(self, kind: str, data: np.ndarray | bytes) -> None:
         """Write a whole section at once."""
         raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8)

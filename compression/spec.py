@@ -41,7 +41,7 @@ class Param:
     def read(self, stage: str, text: str) -> Any:
         try:
             value = _number(text, self.kind)
-        except ValueError:
+        except (ValueError, OverflowError):
             value = None
         inside = (
             value in self.choices if self.choices else value is not None and self.low < value <= self.high
@@ -100,7 +100,7 @@ STAGES: dict[str, tuple[Param, ...]] = {
     "randk": (Param("fraction", float, 0.1, low=0.0, high=1.0), _SCALING),
     "ecsq": (
         Param("rate", float, low=0.01, high=8.0),
-        Param("step", float, low=0.0, high=1e30),
+        Param("step", float, low=0.0, high=3.4e38),
         Param("rms", float, low=0.0, high=64.0),
         Param("theta", float, low=0.0, high=0.5),
     ),
@@ -170,7 +170,7 @@ def _parse_stage(text: str) -> Stage:
     match = _STAGE.fullmatch(text)
     if match is None or match[1] not in STAGES:
         near = get_close_matches(match[1] if match else text, STAGES, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "See docs/compression.md for the list."
+        hint = f"Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(KEY, "names an unknown stage", got=text, allowed=", ".join(STAGES), remedy=hint)
     name, inner = match[1], (match[2] or "").strip()
     parts = [part.strip() for part in inner.split(",")] if inner else []

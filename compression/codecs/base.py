@@ -17,7 +17,7 @@ from compression.bounds import Bound
 from compression.errors import FrameError
 from compression.frame import FrameWriter
 from compression.layout import TensorSpec
-from compression.source import Source
+from compression.source import Places, Source
 from compression.spec import Pipeline
 
 SEGMENT = 1 << 18  # elements (1 MiB of fp32) per step of a pass; every stream restarts at these boundaries
@@ -57,6 +57,7 @@ class PlainDecoder:
 
 class VectorCodec(Protocol):
     bound: Bound
+    align: int  # tensors start at multiples of this in the padded vector
 
     def fixed_sections(self, entries: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...] | None:
         """Sections as (kind, bytes) when their sizes follow from the layout alone, else None."""
@@ -74,8 +75,21 @@ def segments(numel: int, size: int = SEGMENT) -> list[tuple[int, int]]:
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
-def numel_of(entries: Sequence[TensorSpec]) -> int:
-    return sum(entry.numel for entry in entries)
+def numel_of(entries: Sequence[TensorSpec], align: int = 1) -> int:
+    """Length of the vector in which every entry is padded to a multiple of `align`."""
+    return sum(-(-entry.numel // align) * align for entry in entries)
+
+
+def padding_is(places: Places, start: int, values: np.ndarray, fill: bool) -> None:
+    """Refuse decoded values in the gaps between tensors that are negative, or (`fill`) that are not zero."""
+    if places.num_values == places.numel:
+        return
+    gaps = np.ones(values.size, bool)
+    for _, first, last in places.pieces(start, start + values.size):
+        gaps[first - start : last - start] = False
+    wrong = values[gaps] != 0 if fill else values[gaps] < 0
+    if wrong.any():
+        raise FrameError("padding", "bits between tensors are not zero")
 
 
 def take(views: dict[str, np.ndarray], **sizes: int | None) -> list[np.ndarray]:

@@ -22,6 +22,7 @@ class ExactCodec:
     """A byte codec: one section `raw`."""
 
     bound: Bound = Exact()
+    fresh = False  # decoded arrays may be views on the frame
     pipeline = Pipeline((Stage("exact"),))
 
     def fixed_sections(self, entries: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...]:
@@ -43,7 +44,12 @@ class ExactCodec:
         return Encoded(self.pipeline, numel_of(entries))
 
     def decode_bytes(
-        self, views: dict[str, np.ndarray], entries: Sequence[TensorSpec], nnz: int, bases: None = None
+        self,
+        views: dict[str, np.ndarray],
+        entries: Sequence[TensorSpec],
+        nnz: int,
+        bases: None = None,
+        out_parts: None = None,
     ) -> list[np.ndarray]:
         """Read-only views on the frame (or copies where alignment asks for one), 1-D, in entry order."""
         (raw,) = take(views, raw=self.fixed_sections(entries)[0][1])

@@ -17,13 +17,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from compression.bounds import Bound, Contractive, Unbiased
-from compression.codecs.base import Encoded, PlainDecoder, expect_nnz, numel_of, segments, take, words
+from compression.codecs.base import (
+    SEGMENT,
+    Encoded,
+    PlainDecoder,
+    expect_nnz,
+    numel_of,
+    padding_is,
+    segments,
+    take,
+    words,
+)
 from compression.errors import FrameError
 from compression.frame import FrameWriter
 from compression.kernels import kernels
 from compression.layout import TensorSpec
 from compression.parallel import for_each
-from compression.source import Source
+from compression.source import Places, Source
 from compression.spec import Pipeline, stage
 
 
@@ -38,6 +48,15 @@ class IntBlockCodec:
         return Pipeline((stage(f"int{self.bits}", block=self.block, rounding=self.rounding),))
 
     @property
+    def align(self) -> int:
+        return self.block
+
+    @property
+    def segment(self) -> int:
+        """Elements per step: whole blocks only."""
+        return max(SEGMENT // self.block, 1) * self.block
+
+    @property
     def bound(self) -> Bound:
         levels = (1 << (self.bits - 1)) - 1
         if self.rounding == "sr":
@@ -45,7 +64,7 @@ class IntBlockCodec:
         return Contractive(1 / self.block)
 
     def fixed_sections(self, entries: Sequence[TensorSpec]) -> tuple[tuple[str, int], ...]:
-        blocks = -(-numel_of(entries) // self.block)
+        blocks = numel_of(entries, self.block) // self.block
         return (("scale", 2 * blocks), ("sym", blocks * self.block * self.bits // 8))
 
     def encode(self, source: Source, writer: FrameWriter, seed: int) -> Encoded:
@@ -56,9 +75,8 @@ class IntBlockCodec:
 
         def run(span: tuple[int, int]) -> None:
             start, stop = span
-            padded = -(-(stop - start) // self.block) * self.block
-            x = source.segment(start, stop, pad_to=padded)
-            first, last = start // self.block, (start + padded) // self.block
+            x = source.segment(start, stop)
+            first, last = start // self.block, stop // self.block
             row = self.block * self.bits // 8
             status = kernels(source.numel).int_encode(
                 x,
@@ -73,13 +91,13 @@ class IntBlockCodec:
             if status >= 0:
                 self._refuse(source, start, x, status)
 
-        for_each(run, segments(source.numel))
+        for_each(run, segments(source.numel, self.segment))
         scales[:] = word_buffer.view(np.uint8)
         writer.advance(scale_bytes)
         writer.end_section("scale")
         writer.advance(sym_bytes)
         writer.end_section("sym")
-        return Encoded(self.pipeline, source.numel)
+        return Encoded(self.pipeline, source.num_values)
 
     def _refuse(self, source: Source, start: int, x: np.ndarray, status: int) -> None:
         index = start + status // 2 * self.block
@@ -92,35 +110,30 @@ class IntBlockCodec:
         (_, scale_bytes), (_, sym_bytes) = self.fixed_sections(entries)
         scale, sym = take(views, scale=scale_bytes, sym=sym_bytes)
         expect_nnz(nnz, numel_of(entries))
-        return _Decoder(self, words(scale, "<u2"), sym, numel_of(entries))
+        return _Decoder(self, words(scale, "<u2"), sym, Places(entries, self.block))
 
 
 class _Decoder(PlainDecoder):
-    def __init__(self, codec: IntBlockCodec, scales: np.ndarray, sym: np.ndarray, numel: int) -> None:
-        self.codec, self.scales, self.sym, self.numel = codec, scales, sym, numel
+    def __init__(self, codec: IntBlockCodec, scales: np.ndarray, sym: np.ndarray, places: Places) -> None:
+        self.codec, self.scales, self.sym, self.places = codec, scales, sym, places
+        self.segment = codec.segment
 
-    def _slices(self, start: int, size: int) -> tuple[np.ndarray, np.ndarray, int]:
-        block = self.codec.block
-        first, last = start // block, -(-(start + size) // block)
-        row = block * self.codec.bits // 8
-        return self.sym[first * row : last * row], self.scales[first:last], (last - first) * block
+    def _slices(self, start: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        first, last = start // self.codec.block, (start + size) // self.codec.block
+        row = self.codec.block * self.codec.bits // 8
+        return self.sym[first * row : last * row], self.scales[first:last]
 
     def decode(self, start: int, out: np.ndarray) -> None:
-        sym, scales, padded = self._slices(start, out.size)
-        whole = out if padded == out.size else np.empty(padded, np.float32)
-        status = kernels(self.numel).int_decode(sym, scales, self.codec.block, self.codec.bits, whole)
+        sym, scales = self._slices(start, out.size)
+        status = kernels(self.places.numel).int_decode(sym, scales, self.codec.block, self.codec.bits, out)
         if status >= 0:
-            raise FrameError(
-                "symbol" if status % 2 else "scale", f"block {start // self.codec.block + status // 2}"
-            )
-        if whole is not out:
-            if whole[out.size :].any():
-                raise FrameError("padding", "the fill of the last block is not zero")
-            out[:] = whole[: out.size]
+            block = start // self.codec.block + status // 2
+            raise FrameError("symbol" if status % 2 else "scale", f"block {block}")
+        padding_is(self.places, start, out, True)
 
     def accumulate(self, start: int, out: np.ndarray, weight: float) -> bool:
-        if self.codec.bits != 8 or out.size % self.codec.block:
+        if self.codec.bits != 8:
             return False
-        sym, scales, _ = self._slices(start, out.size)
-        kernels(self.numel).int8_accumulate(sym, scales, self.codec.block, out, weight)
+        sym, scales = self._slices(start, out.size)
+        kernels(self.places.numel).int8_accumulate(sym, scales, self.codec.block, out, weight)
         return True

@@ -15,19 +15,29 @@ from functools import lru_cache
 from types import ModuleType
 
 _AUTO_NUMEL = 1 << 20  # below this many elements numpy is fast enough and needs no compilation
+_AUTO_NUMEL_HEAVY = 1 << 15
 _choice = "auto"
 
 
-def kernels(numel: int) -> ModuleType:
-    """The kernel module for a vector of `numel` elements."""
-    if _choice == "numba" or (_choice == "auto" and numel >= _AUTO_NUMEL and has_numba()):
+def kernels(numel: int, *, heavy: bool = False) -> ModuleType:
+    """The kernel module for a vector of `numel` elements; `heavy` marks loops that numpy runs symbol by
+    symbol."""
+    long_enough = numel >= (_AUTO_NUMEL_HEAVY if heavy else _AUTO_NUMEL)
+    if _choice == "numba" or (_choice == "auto" and long_enough and has_numba()):
         return importlib.import_module("compression.kernels.fast")
     return importlib.import_module("compression.kernels.reference")
 
 
 @lru_cache(maxsize=1)
 def has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+    """True if numba is installed and fits the numpy in use."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        importlib.import_module("numba")
+    except ImportError:
+        return False
+    return True
 
 
 @contextmanager

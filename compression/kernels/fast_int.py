@@ -177,6 +177,32 @@ def _accumulate8(words, q, block, cell, cell_bits, out, weight):
             ob[i] += weight * np.float64(np.float32(qb[i]) * s)
 
 
+@kernel("boolean(in:uint32)")
+def _all_finite(bits):
+    top = np.uint32(0)
+    for i in range(bits.size):
+        top = max(top, bits[i] & _ABS)
+    return top < _INF
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """True if no value of a contiguous float32 array is NaN or infinite."""
+    return _all_finite(values.view(np.uint32))
+
+
+@kernel("boolean(in:uint16, uint16)")
+def _all_finite16(words, exponent):
+    top = np.uint16(0)
+    for i in range(words.size):
+        top = max(top, np.uint16(words[i] & exponent))
+    return top != exponent
+
+
+def all_finite16(words: np.ndarray, exponent: int) -> bool:
+    """True if no 16-bit float has all bits of the `exponent` mask set."""
+    return _all_finite16(words, np.uint16(exponent))
+
+
 @kernel("void(in:float32, float64[::1], float64)")
 def _axpy(values, out, weight):
     for i in range(values.size):

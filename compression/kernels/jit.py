@@ -17,16 +17,23 @@ _READ = re.compile(r"in:(\w+)")
 class _Lazy:
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
         self._signature = _READ.sub(r"Array(\1, 1, 'C', readonly=True)", signature)
-        self._function, self._compiled = function, None
+        self._function = function
+        self._compiled: Any = None
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any) -> Any:
         if self._compiled is None:
-            import numba
-
-            make = numba.njit(self._signature, cache=True, nogil=True, error_model="numpy", fastmath=False)
-            self._compiled = make(self._function)
+            self._compiled = self._compile()
         return self._compiled(*args)
+
+    def _compile(self) -> Any:
+        import numba
+
+        options = {"nogil": True, "error_model": "numpy", "fastmath": False}
+        try:
+            return numba.njit(self._signature, cache=True, **options)(self._function)
+        except RuntimeError:  # no place on this machine where a cache may be written
+            return numba.njit(self._signature, **options)(self._function)
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from compression.finite import first_non_finite
 from compression.rng import uniform
 
 _TINY = np.float32(2.0**-126)
@@ -17,6 +18,11 @@ _TINY = np.float32(2.0**-126)
 def axpy(values: np.ndarray, out: np.ndarray, weight: float) -> None:
     """out (float64) += weight * values (float32), the product in float64."""
     out += values.astype(np.float64) * weight
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """True if no value of a contiguous float32 array is NaN or infinite."""
+    return first_non_finite(values) < 0
 
 
 def int_encode(

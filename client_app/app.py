@@ -1,13 +1,21 @@
-"""The Flower ClientApp: unwraps a message, lets the service answer, wraps the answer. It never raises."""
+"""The Flower ClientApp: unwraps a message, lets the service answer, wraps the answer. It never raises.
+
+At a real site Flower starts a process for every message. That process stays thin, without torch, and hands the
+instruction to the site's resident worker. A simulated site is served in this process, which is a Ray actor and
+lives on; so is a real one whose node config says `resident="off"`.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from client_app.resident.client import ask, wants_worker
+from umbel.errors import UmbelError
 from umbel.messages import (
     CONTROL_RECORD,
     EVALUATE,
@@ -30,31 +38,56 @@ _service: Any = None
 # Flower's code for "the ClientApp could not make sense of the message" (flwr.common.constant.ErrorCode).
 CLIENT_APP_RAISED = 2
 
+# As in `compression.flower`, whose import would cost every message more than all of this module (a test compares).
+FRAME_STYPE = "umbel/frame@1"
 
-def answer(kind: str, message: Message, context: Context) -> Message:
-    """Return the reply to one message; a message that is not ours gets an error reply."""
-    global _service
-    from client_app.service import Service
-    from compression.flower import array_to_frame, frame_to_array
 
+def answer(
+    kind: str, message: Message, context: Context, *, through: Callable[..., Any] | None = None
+) -> Message:
+    """Return the reply to one message; a message that is not ours gets an error reply.
+
+    `through` takes the instruction and returns (reply, frame); by default the node config decides who does.
+    """
     try:
         instruction = from_record(Instruction, control_of(message.content))
         frame = None
         if FRAME_RECORD in message.content:
-            frame = array_to_frame(message.content[FRAME_RECORD]["frame"])
-    except (MessageError, ValueError, KeyError, TypeError) as error:
+            frame = frame_of(message.content[FRAME_RECORD]["frame"])
+        through = through or (ask if wants_worker(context.node_config) else in_process)
+    except (MessageError, UmbelError, ValueError, KeyError, TypeError) as error:
         return Message(
             Error(CLIENT_APP_RAISED, f"not an instruction of this version: {error}"), reply_to=message
         )
-    if _service is None:
-        _service = Service()
-    reply, update = _service.handle(
+    reply, update = through(
         kind, instruction, frame, node_config=dict(context.node_config), node_id=context.node_id
     )
     records: dict[str, Any] = {CONTROL_RECORD: to_record(reply)}
     if update is not None:
-        records[FRAME_RECORD] = ArrayRecord({"frame": frame_to_array(update)})
+        records[FRAME_RECORD] = ArrayRecord({"frame": array_of(update)})
     return Message(RecordDict(records), reply_to=message)
+
+
+def in_process(kind: str, instruction: Instruction, frame: bytes | None, **node: Any) -> Any:
+    """Let this process's own service answer; it stays warm as long as the process lives."""
+    global _service
+    if _service is None:
+        from client_app.service import Service
+
+        _service = Service()
+    return _service.handle(kind, instruction, frame, **node)
+
+
+def frame_of(array: Array) -> bytes:
+    """Return the bytes of a frame; raises ValueError when the array is none (`compression.flower` says what is)."""
+    if (array.stype, array.dtype) != (FRAME_STYPE, "uint8") or tuple(array.shape) != (len(array.data),):
+        raise ValueError(f"an array of stype {array.stype!r}, dtype {array.dtype!r} is no frame")
+    return array.data
+
+
+def array_of(frame: bytes) -> Array:
+    """Return the array that carries a frame."""
+    return Array(dtype="uint8", shape=(len(frame),), stype=FRAME_STYPE, data=frame)
 
 
 @app.query("join")

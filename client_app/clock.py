@@ -26,3 +26,6 @@ class Clock:
     def expired(self) -> bool:
         """True when the next step must not be started."""
         return self.left_seconds <= 0.0
+
+    def note(self, steps: int, tokens: int) -> None:
+        """Take note of the steps and supervised tokens done so far; a resident worker shows them."""

@@ -35,6 +35,8 @@ class Identity:
     share: tuple[int, int]
     scheme: str
     state_dir: Path
+    # The adapter's rank this site asks for in its node config; 0: whatever the run says.
+    rank: int = 0
 
 
 def default_state_dir() -> Path:

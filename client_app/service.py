@@ -11,19 +11,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import compression
 from client_app.clock import Clock
+from client_app.drill import Drill
+from client_app.exchange import kept, layouts, load, outgoing, start_of
 from client_app.identity import Identity, identify
-from client_app.state import SiteState, prune_runs
+from client_app.outgoing import encode_update
+from client_app.state import KEEP_VERSIONS, SiteState, prune_runs
+from client_app.tasks.work import local_work, spent
 from client_app.workbench import SiteData, SiteModel, Workbench
 from umbel import __version__
 from umbel.config import Config, from_json
 from umbel.digest import short, state_crc
 from umbel.errors import ConfigError, DataError, ModelError, Refusal, RefusalKind, UmbelError
+from umbel.exchange import Exchange
+from umbel.faults import FaultPlan
 from umbel.messages import EVALUATE, JOIN, TRAIN, Instruction, Reply, parse_json, plain_metrics
+from umbel.seeds import derive_seed
 
 log = logging.getLogger("umbel.site")
 
@@ -33,8 +40,9 @@ VERSIONED = ("flwr", "torch", "transformers", "peft", "numpy")
 class Service:
     """One site's answers; keeps the workbench warm between calls in the same process."""
 
-    def __init__(self) -> None:
-        self.bench = Workbench()
+    def __init__(self, *, memory_bytes: int = 0) -> None:
+        self.bench = Workbench(memory_bytes=memory_bytes)
+        self.plan = FaultPlan.from_env()
 
     def handle(
         self,
@@ -44,13 +52,18 @@ class Service:
         *,
         node_config: Mapping[str, Any],
         node_id: int,
+        clock: Clock | None = None,
     ) -> tuple[Reply, bytes | None]:
-        """Answer one instruction: (reply, update frame or None). Never raises."""
-        clock = Clock(instruction.remaining_seconds)
+        """Answer one instruction: (reply, update frame or None). Never raises.
+
+        `clock` is the caller's, where the time began to run before this call.
+        """
+        clock = clock or Clock(instruction.remaining_seconds)
         name = str(node_config.get("name") or instruction.site or f"node-{node_id}")
         try:
             config = from_json(instruction.config)
             site = identify(node_config, node_id, config)
+            site = replace(site, rank=int(node_config.get("rank") or 0))
             name = site.name
             if kind == JOIN:
                 return self._join(instruction, config, site), None
@@ -92,6 +105,7 @@ class Service:
             "adapted_modules": len(model.modules),
             "trainable_parameters": model.layout.numel,
             "device": model.device,
+            "rank": site.rank,
             "seconds": {"load": load_seconds},
         }
         log.info(
@@ -103,9 +117,18 @@ class Service:
         return blank_reply(instruction, site.name, metrics=plain_metrics(facts))
 
     def _prepare(
-        self, instruction: Instruction, config: Config, site: Identity, frame: bytes | None
-    ) -> tuple[SiteModel, SiteData, float]:
-        """Load model and data and put the instruction's state into the model, verified against its name."""
+        self,
+        instruction: Instruction,
+        config: Config,
+        site: Identity,
+        frame: bytes | None,
+        remembered: Mapping[str, Any],
+    ) -> tuple[SiteModel, SiteData, float, dict[str, Any]]:
+        """Load model and data and put the instruction's state into the model, verified against its name.
+
+        Returns also the arrays received. `remembered` are the site's own, for methods that keep some here.
+        """
+        from umbel.models.described import described
         from umbel.models.state import write_state
 
         set_threads(config.train.threads)
@@ -113,43 +136,52 @@ class Service:
         data = self.bench.data(config, site, model.tokenizer)
         if frame is None:
             raise Refusal(RefusalKind.REFUSED, "the instruction carries no state")
-        if instruction.layout != model.layout.digest():
+        exchange, settings = exchange_in(instruction), described(config)[1]
+        layout, _ = layouts(model, settings, exchange)
+        if instruction.layout != layout.digest():
             raise Refusal(
                 RefusalKind.REFUSED,
                 f"the server's tensors (layout {short(instruction.layout)}) are not this site's "
-                f"({short(model.layout.digest())}): the models or the versions of peft differ",
+                f"({short(layout.digest())}): the models or the versions of peft differ",
             )
-        arrays = compression.decode(frame, model.layout)
+        arrays = compression.decode(frame, layout)
         got = state_crc(arrays)
         if got != instruction.base:
             raise Refusal(
                 RefusalKind.REFUSED,
                 f"the state received is {short(got)}, the server meant {short(instruction.base)}",
             )
-        write_state(model.model, arrays, config.train.mode)
-        return model, data, load_seconds
+        if config.train.mode == "lora":
+            load(model, settings, exchange, arrays, remembered, config.run.seed)
+        else:
+            write_state(model.model, arrays, config.train.mode)
+        return model, data, load_seconds, arrays
 
     def _train(
         self, instruction: Instruction, config: Config, site: Identity, frame: bytes | None, clock: Clock
     ) -> tuple[Reply, bytes]:
         from client_app.precision import resolve_precision
         from client_app.tasks.evaluate import evaluate
-        from client_app.tasks.sft import train
         from umbel.data.cursor import Cursor
+        from umbel.models.described import described
 
         settled = read_settled(instruction)
         directives = parse_json(instruction.directives, "directives")
+        exchange, settings = exchange_in(instruction), described(config)[1]
         state = SiteState(site.state_dir, instruction.run, site.name)
+        drill = Drill(self.plan, site.name, instruction.round)
         with state.exclusive():
             snapshot, found = state.select(settled)
             if not found:
                 log.warning("the state of round %s is gone; training goes on from an empty one", settled)
             started = time.monotonic()
-            model, data, load_seconds = self._prepare(instruction, config, site, frame)
+            model, data, load_seconds, received = self._prepare(
+                instruction, config, site, frame, snapshot.arrays
+            )
             precision = resolve_precision(config.train.precision, model.device)
             seconds = {"load": load_seconds, "prepare": time.monotonic() - started - load_seconds}
             heldout = None
-            if instruction.evaluate and data.heldout:
+            if instruction.evaluate and data.heldout and not exchange.again:
                 mark = time.monotonic()
                 heldout = evaluate(
                     model.model,
@@ -162,9 +194,13 @@ class Service:
                 )
                 seconds["eval"] = time.monotonic() - mark
             mark = time.monotonic()
+            drill.at("before_train")
+            drill.between_steps(clock)
             cursor = Cursor(**snapshot.meta["cursor"]) if "cursor" in snapshot.meta else Cursor(0, 0)
+            log.debug("round %s: training begins", instruction.round)
             result = with_smaller_batches(
-                lambda max_tokens: train(
+                lambda max_tokens: local_work(
+                    exchange.trains,
                     model.model,
                     data.train,
                     config,
@@ -174,30 +210,37 @@ class Service:
                     first_step=int(directives["first_step"]),
                     total_steps=int(directives["total_steps"]),
                     cursor=cursor,
-                    moments=snapshot.arrays,
+                    remembered=snapshot,
                     precision=precision,
                     max_tokens=max_tokens,
                     packing=model.packing,
                     local_steps=int(directives.get("local_steps", config.train.local_steps)),
                 ),
-                restore=lambda: self._prepare(instruction, config, site, frame),
+                restore=lambda: self._prepare(instruction, config, site, frame, snapshot.arrays),
                 max_tokens=config.train.max_tokens,
             )
             seconds["train"] = time.monotonic() - mark
             mark = time.monotonic()
-            out = compression.encode(
-                result.arrays,
-                model.layout,
-                instruction.up,
-                seed=int(directives.get("codec_seed", 0)),
-                round_index=instruction.round,
-                base=instruction.base,
+            update = outgoing(model, settings, exchange, result.arrays, received, config.run.seed)
+            encoded = encode_update(
+                instruction,
+                drill.spoil(update),
+                layouts(model, settings, exchange)[1],
+                start_of(model, settings, exchange, received),
+                state.folder,
+                feedback=float(directives.get("feedback", 0.0)),
+                seed=derive_seed(int(directives.get("codec_seed", 0)), site.name),
             )
+            out = encoded.frame
             seconds["encode"] = time.monotonic() - mark
             state.stage(
-                instruction.round, instruction.attempt, {"cursor": asdict(result.cursor)}, result.moments
+                instruction.round,
+                instruction.attempt,
+                {"cursor": asdict(result.cursor), "spent": spent(result)},
+                {**result.moments, **kept(exchange, result.arrays)},
             )
-            state.prune(settled)
+            # As many versions as the server may fall back by: its checkpoints may be rounds apart.
+            state.prune(settled, keep=max(KEEP_VERSIONS, config.run.checkpoint_every + 3))
         if result.tokens == 0:
             raise Refusal(RefusalKind.NO_DATA, "no supervised token was trained on")
         metrics: dict[str, Any] = {
@@ -209,6 +252,10 @@ class Service:
         }
         if heldout is not None:
             metrics["heldout"] = heldout._asdict()
+        if encoded.residual_ratio is not None:
+            metrics["residual_ratio"] = encoded.residual_ratio
+        loss = float("nan") if drill.at("before_send") else result.loss
+        drill.on_the_way()
         return (
             blank_reply(
                 instruction,
@@ -216,13 +263,23 @@ class Service:
                 weight=float(result.tokens),
                 tokens=result.tokens,
                 steps=result.steps,
-                loss=result.loss,
+                loss=loss,
                 partial=result.partial,
-                payload="value",
+                payload=encoded.payload,
                 metrics=plain_metrics(metrics),
             ),
             out,
         )
+
+    def _export_own(self, model: SiteModel, config: Config, state: SiteState) -> None:
+        """Write the adapter as this site uses it: its own factors and the shared ones."""
+        from umbel.models.described import described
+        from umbel.models.export import save_adapter
+        from umbel.models.state import read_state
+
+        spec, settings = described(config)
+        card = f"# {config.run.method}: the adapter of site {state.folder.name}\n\nShared and own factors.\n"
+        save_adapter(state.folder / "adapter", read_state(model.model, "lora"), settings, spec, card=card)
 
     def _evaluate(
         self, instruction: Instruction, config: Config, site: Identity, frame: bytes | None, clock: Clock
@@ -230,7 +287,11 @@ class Service:
         from client_app.precision import resolve_precision
         from client_app.tasks.evaluate import evaluate
 
-        model, data, load_seconds = self._prepare(instruction, config, site, frame)
+        state = SiteState(site.state_dir, instruction.run, site.name)
+        own = state.select(read_settled(instruction))[0].arrays
+        model, data, load_seconds, _ = self._prepare(instruction, config, site, frame, own)
+        if exchange_in(instruction).own:
+            self._export_own(model, config, state)
         if not data.heldout:
             raise Refusal(RefusalKind.NO_DATA, "this site holds no rows out")
         mark = time.monotonic()
@@ -250,6 +311,11 @@ class Service:
             "seconds": {"load": load_seconds, "eval": time.monotonic() - mark},
         }
         return blank_reply(instruction, site.name, metrics=plain_metrics(metrics))
+
+
+def exchange_in(instruction: Instruction) -> Exchange:
+    """Return what this instruction exchanges; the adapter or model both ways where it says nothing."""
+    return Exchange.from_dict(parse_json(instruction.directives, "directives").get("exchange", {}))
 
 
 def blank_reply(instruction: Instruction, site: str, **fields: Any) -> Reply:
@@ -274,6 +340,8 @@ def as_refusal(error: Exception) -> Refusal:
     """Return the typed refusal for any error; only our own messages are quoted, others by their type."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, compression.NonFiniteError):
+        return Refusal(RefusalKind.NON_FINITE, str(error))
     if isinstance(error, DataError):
         return Refusal(RefusalKind.NO_DATA, str(error))
     if isinstance(error, (ConfigError, ModelError, UmbelError)):

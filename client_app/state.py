@@ -101,14 +101,14 @@ class SiteState:
         os.rename(temporary, target)
         fsync_folder(self.folder)
 
-    def prune(self, settled: tuple[int, int]) -> None:
-        """Remove leftovers and all but the newest versions; the settled one always stays."""
+    def prune(self, settled: tuple[int, int], keep: int = KEEP_VERSIONS) -> None:
+        """Remove leftovers and all but the `keep` newest versions; the settled one always stays."""
         if not self.folder.is_dir():
             return
         for stray in self.folder.glob(".v-*"):
             shutil.rmtree(stray, ignore_errors=True)
         versions = sorted(self.folder.glob("v-*"))
-        for old in versions[:-KEEP_VERSIONS]:
+        for old in versions[:-keep]:
             if old != self._version(settled):
                 shutil.rmtree(old, ignore_errors=True)
 

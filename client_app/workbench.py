@@ -8,6 +8,7 @@ virtual sites share it), tokenised rows of the last few sites.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -21,6 +22,8 @@ from umbel.config import Config, to_json
 from umbel.errors import DataError, Refusal, RefusalKind
 from umbel.models.adapter import AdaptedModule
 from umbel.models.described import described
+
+log = logging.getLogger("umbel.site")
 
 KEEP_MODELS = 1
 KEEP_DATASETS = 16
@@ -37,6 +40,7 @@ class SiteModel:
     device: str
     packing: bool
     load_seconds: float
+    num_bytes: int = 0
 
 
 @dataclass
@@ -46,6 +50,11 @@ class SiteData:
     train: list[Any]
     heldout: list[Any]
     counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the token arrays."""
+        return sum(row.input_ids.nbytes + row.labels.nbytes for row in (*self.train, *self.heldout))
 
 
 def pick_device(wanted: str) -> str:
@@ -61,23 +70,54 @@ def pick_device(wanted: str) -> str:
 
 
 class Workbench:
-    """Least-recently-used caches of models and datasets, one per process."""
+    """Least-recently-used caches of models and datasets, one per process.
 
-    def __init__(self) -> None:
+    `memory_bytes` bounds what they hold together, 0 is no bound. Rows of other sites or settings go first, then
+    other models; what the instruction at hand needs stays, and if that alone is too much it is refused as `oom`.
+    """
+
+    def __init__(self, *, memory_bytes: int = 0) -> None:
+        self.memory_bytes = memory_bytes
         self._models: OrderedDict[Hashable, SiteModel] = OrderedDict()
         self._datasets: OrderedDict[Hashable, SiteData] = OrderedDict()
 
     def model(self, config: Config) -> tuple[SiteModel, float]:
         """Return the model of `config` and the seconds spent loading it now (0.0 when it was warm)."""
         key = to_json(config, ("model", "lora")) + config.train.mode + config.train.device
-        started = time.monotonic()
+        warm = key in self._models
         found = _fetch(self._models, key, KEEP_MODELS, lambda: load_site_model(config))
-        return found, found.load_seconds if time.monotonic() - started > 0.5 * found.load_seconds else 0.0
+        if not warm:
+            log.info("model %s loaded in %.1f s", config.model.name, found.load_seconds)
+        self._fit(found.num_bytes)
+        return found, 0.0 if warm else found.load_seconds
 
     def data(self, config: Config, site: Identity, tokenizer: Any) -> SiteData:
         """Return the site's tokenised rows; raises Refusal(NO_DATA) with the reason when there are none."""
         key = (to_json(config, ("data", "model")), config.run.seed, site.source, site.share, site.scheme)
-        return _fetch(self._datasets, key, KEEP_DATASETS, lambda: load_site_data(config, site, tokenizer))
+        warm = key in self._datasets
+        found = _fetch(self._datasets, key, KEEP_DATASETS, lambda: load_site_data(config, site, tokenizer))
+        if not warm:
+            log.info("%d rows of site %s tokenised", len(found.train) + len(found.heldout), site.name)
+        self._fit(found.num_bytes + sum(model.num_bytes for model in self._models.values()))
+        return found
+
+    def _fit(self, needed: int) -> None:
+        """Drop the least recently used until the budget holds; the newest of each kind are in use."""
+        if not self.memory_bytes:
+            return
+        if needed > self.memory_bytes:
+            raise Refusal(
+                RefusalKind.OOM,
+                f"model and rows need {needed} bytes and this site's memory-bytes is {self.memory_bytes}",
+            )
+        while len(self._datasets) > 1 and self.held_bytes > self.memory_bytes:
+            self._datasets.popitem(last=False)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all that is warm."""
+        models = sum(model.num_bytes for model in self._models.values())
+        return models + sum(data.num_bytes for data in self._datasets.values())
 
     def clear(self) -> None:
         """Drop everything that is warm."""
@@ -87,6 +127,7 @@ class Workbench:
 
 def _fetch(cache: OrderedDict, key: Hashable, size: int, build: Callable[[], Any]) -> Any:
     if key not in cache:
+        # Before the new one is loaded: two base models at once may be more than the machine has.
         while len(cache) >= size:
             cache.popitem(last=False)
         cache[key] = build()
@@ -116,7 +157,11 @@ def load_site_model(config: Config) -> SiteModel:
     model = model.to(device)
     layout = Layout.from_arrays(read_state(model, config.train.mode), lambda n: Role[role_of(n).upper()])
     packing = config.data.packing and supports_packing(model)
-    return SiteModel(model, tokenizer, modules, layout, device, packing, time.monotonic() - started)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    return SiteModel(
+        model, tokenizer, modules, layout, device, packing, time.monotonic() - started, num_bytes
+    )
 
 
 def load_site_data(config: Config, site: Identity, tokenizer: Any) -> SiteData:

@@ -10,6 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from umbel.config import from_run_config
 from umbel.errors import UmbelError
+from umbel.faults import SERVER, FaultPlan
 
 app = ServerApp()
 
@@ -27,7 +28,13 @@ def main(grid: Grid, context: Context) -> None:
     log = logging.getLogger("umbel.server")
     try:
         config = from_run_config(context.run_config)
-        session = Session(config, grid, simulated=type(grid).__name__ == "InMemoryGrid")
+        plan = FaultPlan.from_env()
+        session = Session(
+            config,
+            grid,
+            simulated=type(grid).__name__ == "InMemoryGrid",
+            fault=lambda point, round_index: plan.fire(SERVER, round_index, point),
+        )
         code = session.run()
     except UmbelError as error:
         log.error("%s", error)

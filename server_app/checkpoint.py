@@ -12,9 +12,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from umbel.checkpoints import FORMAT, CheckpointError, Memory
 from umbel.digest import state_crc
@@ -28,8 +30,13 @@ def _name(round_index: int) -> str:
     return f"round-{round_index:06d}"
 
 
-def save(root: Path, memory: Memory, *, keep: int) -> tuple[Path, int]:
-    """Write one checkpoint and return (folder, bytes). Raises OSError when the disk refuses; nothing is torn then."""
+def save(
+    root: Path, memory: Memory, *, keep: int, half_way: Callable[[], Any] = lambda: None
+) -> tuple[Path, int]:
+    """Write one checkpoint and return (folder, bytes). Raises OSError when the disk refuses; nothing is torn then.
+
+    `half_way` is called when the tensors are written and the manifest is not.
+    """
     root.mkdir(parents=True, exist_ok=True)
     target = root / _name(memory.round)
     temporary = root / f".{target.name}.{os.getpid()}"
@@ -44,6 +51,7 @@ def save(root: Path, memory: Memory, *, keep: int) -> tuple[Path, int]:
         for name, data in files.items():
             write_durable(temporary / name, data)
             hashes[name] = hashlib.sha256(data).hexdigest()
+        half_way()
         manifest = {
             "format": FORMAT,
             "round": memory.round,
@@ -75,17 +83,71 @@ def _prune(root: Path, keep: int) -> None:
         shutil.rmtree(stray, ignore_errors=True)
 
 
-class Writer:
-    """Saves checkpoints and survives a full disk for a while: the old one stays good, the run goes on, loudly."""
+class Written(NamedTuple):
+    """What became of one submitted checkpoint; `num_bytes` None when the disk refused it."""
 
-    def __init__(self, root: Path, *, keep: int, max_failures: int = 3) -> None:
+    round: int
+    num_bytes: int | None
+    seconds: float
+
+
+class Writer:
+    """Saves checkpoints and survives a full disk for a while: the old one stays good, the run goes on, loudly.
+
+    `submit` hands a checkpoint to a thread, at most one at a time; `wait` returns when it is durable. The caller
+    must not tell a site that an update counts before `wait` has returned. `check` is called before each write and
+    may raise to forbid it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        max_failures: int = 3,
+        check: Callable[[], None] = lambda: None,
+        half_way: Callable[[int], Any] = lambda round_index: None,
+    ) -> None:
         self.root, self.keep, self.max_failures = root, keep, max_failures
         self.failures = 0
+        self._check, self._half_way = check, half_way
+        self._thread: threading.Thread | None = None
+        self._done: Written | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, memory: Memory) -> None:
+        """Begin to save `memory`, whose arrays must not be changed from now on; waits for the one before."""
+        assert self._thread is None, "wait() takes in the checkpoint before"
+        self._thread = threading.Thread(target=self._work, args=(memory,), name="umbel-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> Written | None:
+        """Return what became of the submitted checkpoint once it is durable or refused; None without one.
+
+        Raises what the write raised: CheckpointError after `max_failures` in a row.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, done, error = None, self._done, self._error
+        self._done = self._error = None
+        if error is not None:
+            raise error
+        return done
+
+    def _work(self, memory: Memory) -> None:
+        began = time.monotonic()
+        try:
+            size = self.save(memory)
+            self._done = Written(memory.round, size, time.monotonic() - began)
+        except BaseException as error:
+            self._error = error
 
     def save(self, memory: Memory) -> int | None:
         """Save and return the bytes written, or None when the disk refused. Raises after `max_failures` in a row."""
+        self._check()
         try:
-            _, size = save(self.root, memory, keep=self.keep)
+            _, size = save(self.root, memory, keep=self.keep, half_way=lambda: self._half_way(memory.round))
         except OSError as error:
             self.failures += 1
             why = {errno.ENOSPC: "the disk is full", errno.EROFS: "the disk is read-only"}.get(
@@ -105,10 +167,25 @@ class Writer:
 
 def trajectory_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the keys that shape the result and differ, as 'key: old -> new'. The number of rounds may change."""
-    free = ("run.rounds", "run.name", "run.output-dir", "run.resume", "run.max-consecutive-skips")
-    free += ("run.checkpoint-every", "run.keep-checkpoints")
+    free = {
+        "run.rounds",
+        "run.name",
+        "run.output-dir",
+        "run.resume",
+        "run.max-consecutive-skips",
+        "run.checkpoint-every",
+        "run.keep-checkpoints",
+    }
     groups = ("run.", "model.", "data.", "lora.", "train.", "compression.")
-    named = ("clients.weighting", "clients.normalise", "clients.late", "clients.staleness-exponent")
+    named = {
+        "clients.weighting",
+        "clients.normalise",
+        "clients.late",
+        "clients.staleness-exponent",
+        "clients.merge",
+        "clients.byzantine",
+        "clients.clip-factor",
+    }
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(set(old) | set(new))

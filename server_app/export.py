@@ -8,6 +8,7 @@ from typing import Any
 from server_app.start import Start
 from umbel import __version__
 from umbel.config import Config
+from umbel.methods import PERSONAL
 from umbel.telemetry.history import History
 from umbel.telemetry.runfolder import RunFolder
 
@@ -46,12 +47,24 @@ def _number(value: float | None) -> str:
 
 
 def export(config: Config, start: Start, state: dict[str, Any], folder: RunFolder, history: History) -> Path:
-    """Write `adapter/` (or `model/` in full mode) of the run folder and return its path."""
+    """Write `adapter/` (or `model/` in full mode) of the run folder and return its path.
+
+    Whatever a method keeps becomes one plain adapter. A method without a global model leaves only the card: its
+    sites hold their adapters, in `adapter/` of their own state.
+    """
+    from umbel.models.combine import one_adapter
     from umbel.models.export import save_adapter, save_full
 
     card = model_card(config, start, history)
+    if config.run.method in PERSONAL:
+        path = folder.path / "PERSONAL.md"
+        path.write_text(
+            f"{card}\nEvery site has its own adapter, in its state folder; there is no global one.\n"
+        )
+        return path
     if config.train.mode == "lora":
-        save_adapter(folder.adapter, state, start.settings, start.spec, card=card)
+        arrays, settings = one_adapter(state, start.settings)
+        save_adapter(folder.adapter, arrays, settings, start.spec, card=card)
         return folder.adapter
     save_full(folder.model, start.spec, state, card=card)
     return folder.model

@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from server_app.mailbox import Delivery, Mailbox
 from server_app.sites import Registry
 from server_app.validate import read_metrics
+from server_app.versions import differences, own_versions
 from umbel.digest import short
 from umbel.errors import EXIT_UNAVAILABLE, UmbelError
 from umbel.messages import (
@@ -66,6 +67,7 @@ class Joining:
         self._grid, self._mailbox, self.registry = grid, mailbox, registry
         self._run, self._config, self._event = run, config_json, on_event
         self._now, self._sleep, self._poll, self._ttl = now, sleep, poll_seconds, ttl_seconds
+        self._versions = own_versions()
         self._asked: dict[int, float] = {}
         self._refused: dict[int, tuple[float, str]] = {}
         self._waiting_facts: list[tuple[str, int, dict[str, Any]]] = []
@@ -158,6 +160,9 @@ class Joining:
                 facts.get("rows_heldout"),
                 facts.get("adapted_modules"),
             )
+            for difference in differences(facts.get("versions"), self._versions):
+                self._event("version_differs", site=name, difference=difference)
+                log.warning("site %s: %s", name, difference)
         self._waiting_facts.clear()
 
     def _refuse(self, node: int, site: str, reason: str) -> None:

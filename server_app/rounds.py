@@ -27,12 +27,15 @@ from flwr.app import ArrayRecord, Message, RecordDict
 import compression
 from compression import Layout
 from compression.flower import array_to_frame, frame_to_array
+from compression.payload import is_exact
 from server_app.heldout import combine
 from server_app.joining import Joining
 from server_app.mailbox import Delivery, Mailbox, Parcel
+from server_app.operator import Operator
 from server_app.policy import RoundPolicy, Verdict, adaptive_deadline, num_asked
 from server_app.sites import Registry, Site
 from server_app.spool import Entry, Spool
+from server_app.timeouts import TRAVEL_SECONDS, TTL_MARGIN_SECONDS
 from server_app.validate import (
     NORM_WINDOW,
     Expected,
@@ -45,10 +48,11 @@ from server_app.validate import (
     read_metrics,
     update_norm,
 )
-from strategies import SiteUpdate, UmbelStrategy
+from strategies import Order, Seat, SiteUpdate, UmbelStrategy
+from strategies.robust_merge import RobustMerge
 from umbel.config import Config, to_json
 from umbel.digest import state_crc
-from umbel.errors import UmbelError
+from umbel.errors import EXIT_UNAVAILABLE, ConfigError, UmbelError
 from umbel.messages import (
     CONTROL_RECORD,
     EVALUATE,
@@ -66,14 +70,19 @@ from umbel.seeds import derive_seed, generator
 
 log = logging.getLogger("umbel.server")
 
-# The site stops this long before the server does, on top of its own margin: polls and the upload take time.
-TRAVEL_SECONDS = 5.0
-# A message outlives its round by this: then the SuperLink itself drops what nobody can use.
-TTL_MARGIN_SECONDS = 60.0
+
+# Verdicts on what an update holds, as against reasons why none came.
+VALIDATION_KINDS = ("header", "weight", "non_finite", "frame", "layout", "norm")
 
 
 class RunAborted(UmbelError):
     """Too many rounds in a row brought no commit; the text says what every site answered."""
+
+
+class SitesGone(RunAborted):
+    """Too few sites are online for a quorum, and none came within the bound."""
+
+    exit_code = EXIT_UNAVAILABLE
 
 
 @dataclass
@@ -81,8 +90,18 @@ class Ask:
     """What one train message in flight was sent for. `expected` is compared with the reply's header."""
 
     expected: Expected
-    # The state the site started from; kept only where a late update may be re-based on it.
-    state: Mapping[str, np.ndarray] | None
+    # What the site started from; kept only where a late update may be re-based on it.
+    order: Order | None
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One frame and what it is; sites with the same order share it."""
+
+    order: Order
+    base: str
+    frame: bytes
+    record: ArrayRecord
 
 
 @dataclass
@@ -98,9 +117,9 @@ class OpenRound:
     spool: Spool = field(default_factory=Spool)
     rejected: list[dict[str, str]] = field(default_factory=list)
     heldout: dict[str, dict[str, float]] = field(default_factory=dict)
-    outcomes: list[dict[str, Any]] = field(default_factory=list)
     quorum_at: float | None = None
     bytes_down: int = 0
+    sent: dict[str, Outgoing] = field(default_factory=dict)
 
     @property
     def accepted(self) -> int:
@@ -125,14 +144,24 @@ class Engine:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         poll_seconds: float = 0.25,
-        fault: Callable[[str], None] = lambda point: None,
+        fault: Callable[[str, int], Any] = lambda point, round_index: None,
+        before_send: Callable[[], None] = lambda: None,
+        keep_update: Callable[[int, int, str, float, bytes], None] | None = None,
+        operator: Operator | None = None,
     ) -> None:
         self.config, self.strategy, self.layout, self.state = config, strategy, layout, state
         self.mailbox, self.joining, self.run, self._event = mailbox, joining, run, on_event
         self._now, self._sleep, self._poll, self._fault = now, sleep, poll_seconds, fault
+        # Called when the messages of a round are ready and none is sent: the last moment to make the round before
+        # durable, because these messages tell the sites that it counts.
+        self._before_send = before_send
+        # Called with (round, attempt, key, weight, frame) of every update a commit uses, in canonical order.
+        self._keep_update = keep_update
+        self._operator = operator or Operator(None, on_event)
+        self._robust = RobustMerge(config, strategy) if config.clients.merge != "mean" else None
         self.round = 0
-        # Attempts of the next round that were opened already, by an earlier life of this server too.
-        self.attempts_opened = 0
+        # The last attempt of a round that was opened, by an earlier life of this server too: never used again.
+        self.attempts: dict[int, int] = {}
         self.norms: list[float] = []
         self.arrivals: list[float] = []
         self.last_heldout: dict[str, Any] | None = None
@@ -163,8 +192,9 @@ class Engine:
 
     def _attempt(self, skips: int) -> dict[str, Any]:
         index = self.round + 1
-        self.attempts_opened += 1
-        attempt = self.attempts_opened
+        attempt = self.attempts[index] = self.attempts.get(index, 0) + 1
+        for name in sorted(self._operator.read()):
+            self.registry.pardon(name)
         chosen = self._choose(index, skips)
         goal = self._goal(len(chosen))
         policy = RoundPolicy(goal, self._quorum(goal), self._deadline(), self.config.clients.grace_seconds)
@@ -182,11 +212,11 @@ class Engine:
         opened = OpenRound(index, attempt, policy, [s.name for s in chosen], self._now())
         try:
             dispatch_seconds = self._dispatch(opened, chosen)
-            self._fault("dispatch")
+            self._fault("dispatch", index)
             verdict = self._collect(opened)
             collected = self._now()
             if verdict is Verdict.COMMIT:
-                self._fault("before_commit")
+                self._fault("before_commit", index)
                 return self._commit(opened, dispatch_seconds, collected)
             return self._skip(opened, dispatch_seconds, collected)
         finally:
@@ -200,12 +230,15 @@ class Engine:
             online = self.joining.online()
             self.joining.ask_new(online, c.start_timeout_seconds)
             self.joining.collect()
-            available = self.registry.available(online, index)
+            available = self.registry.available(online, index, self._operator.orders)
+            if len(available) < max(1, self._quorum(self._goal(len(available)))):
+                # Rather ask a silent site than nobody.
+                available = self.registry.available(online, index, self._operator.orders, wake=True)
             goal = self._goal(len(available))
             if len(available) >= max(1, self._quorum(goal)):
                 break
             if self._now() - began >= c.start_timeout_seconds:
-                raise RunAborted(
+                raise SitesGone(
                     f"round {index}: only {len(available)} of the {max(1, self._quorum(goal))} sites that a quorum "
                     f"needs are online after {c.start_timeout_seconds:g} s. "
                     f"{self.joining.reasons()} The last good state is kept."
@@ -215,7 +248,11 @@ class Engine:
         if num >= len(available):
             return available
         order = generator(self.config.run.seed, "sites", index, skips).permutation(len(available))
-        return sorted((available[i] for i in order[:num]), key=lambda site: site.name)
+        # Pinned sites come first, in the order drawn; sort is stable.
+        drawn = sorted(
+            (available[i] for i in order), key=lambda site: site.name not in self._operator.orders.pin
+        )
+        return sorted(drawn[:num], key=lambda site: site.name)
 
     def _goal(self, available: int) -> int:
         wanted = self.config.clients.goal
@@ -236,61 +273,87 @@ class Engine:
         return adaptive_deadline(self.arrivals, c.min_deadline_seconds, c.deadline_seconds)
 
     def _instruction(
-        self, site: Site, index: int, attempt: int, base: str, seconds: float, **extra: Any
+        self, site: Site, index: int, attempt: int, out: Outgoing, seconds: float, **extra: Any
     ) -> Instruction:
         return Instruction(
             run=self.run,
             round=index,
             attempt=attempt,
-            base=base,
+            base=out.base,
             site=site.name,
             remaining_seconds=max(1.0, seconds - TRAVEL_SECONDS),
             up=self.config.compression.up,
             config=self._site_config,
             settled=json.dumps(list(site.settled)),
-            layout=self.layout.digest(),
+            layout=out.order.down_layout.digest(),
             **extra,
         )
 
+    def _outgoing(self, sites: list[Site], index: int, *, training: bool) -> dict[str, Outgoing]:
+        """Return what each site is sent. A frame is encoded once for all sites that share an order."""
+        seats = [Seat(s.name, position, len(sites), asked_rank(s.facts)) for position, s in enumerate(sites)]
+        orders = self.strategy.orders(self.state, seats, self.round, training=training)
+        made: dict[int, Outgoing] = {}
+        for order in orders.values():
+            if id(order) not in made:
+                self._check_lossy(order)
+                base, down = state_crc(order.down), self.config.compression.down
+                frame = compression.encode(order.down, order.down_layout, down, round_index=index, base=base)
+                record = ArrayRecord({"frame": frame_to_array(frame)})
+                made[id(order)] = Outgoing(order, base, frame, record)
+        return {name: made[id(order)] for name, order in orders.items()}
+
+    def _check_lossy(self, order: Order) -> None:
+        """Refuse a lossy codec where a site sends tensors that it was not sent: there is no change to encode."""
+        unknown = [e.name for e in order.up_layout.entries if e.name not in order.known]
+        if unknown and not is_exact(self.config.compression.up):
+            raise ConfigError(
+                "compression.up",
+                f"cannot be lossy with run.method = {self.config.run.method!r}: its updates are no changes of what was "
+                f"sent ({unknown[0]} and {len(unknown) - 1} more)",
+                got=self.config.compression.up,
+                allowed="'exact' or 'lossless'",
+            )
+
     def _dispatch(self, opened: OpenRound, chosen: list[Site]) -> float:
         began = self._now()
-        base = state_crc(self.state)
-        frame = compression.encode(
-            self.state, self.layout, self.config.compression.down, round_index=opened.index, base=base
-        )
-        record = ArrayRecord({"frame": frame_to_array(frame)})
+        opened.sent = self._outgoing(chosen, opened.index, training=True)
         directives = self.strategy.directives(self.round)
         directives["codec_seed"] = derive_seed(self.config.run.seed, "codec", opened.index)
+        directives["feedback"] = self.config.compression.feedback
         every = self.config.eval.every
         evaluate = opened.index == 1 or (every > 0 and (opened.index - 1) % every == 0)
-        keep_state = self.state if self.config.clients.late == "weight" else None
         seconds = opened.policy.deadline_seconds
         items: list[tuple[str, int, Any, Message]] = []
+        late = self.config.clients.late == "weight"
         for site in chosen:
+            out = opened.sent[site.name]
             order = self._instruction(
                 site,
                 opened.index,
                 opened.attempt,
-                base,
+                out,
                 seconds,
                 evaluate=evaluate,
-                directives=json.dumps(directives, sort_keys=True),
-                outcomes=json.dumps(opened.outcomes),
+                directives=json.dumps({**directives, **exchange_of(out)}, sort_keys=True),
+                outcomes=json.dumps(site.outcomes),
             )
-            content = RecordDict({FRAME_RECORD: record, CONTROL_RECORD: to_record(order)})
+            content = RecordDict({FRAME_RECORD: out.record, CONTROL_RECORD: to_record(order)})
             message = Message(
                 content, site.node, TRAIN, ttl=seconds + TTL_MARGIN_SECONDS, group_id=str(opened.index)
             )
-            expected = Expected(self.run, opened.index, opened.attempt, base, site.name)
-            items.append((site.name, site.node, Ask(expected, keep_state), message))
-            opened.bytes_down += len(frame)
+            expected = Expected(self.run, opened.index, opened.attempt, out.base, site.name)
+            items.append((site.name, site.node, Ask(expected, out.order if late else None), message))
+            opened.bytes_down += len(out.frame)
+        self._before_send()
         failed = self.mailbox.send(items)
         lost = {f.parcel.site for f in failed}
         for site in chosen:
             if site.name not in lost:
-                self._event("dispatched", round=opened.index, site=site.name, bytes=len(frame))
+                size = len(opened.sent[site.name].frame)
+                self._event("dispatched", round=opened.index, site=site.name, bytes=size)
         for delivery in failed:
-            opened.bytes_down -= len(frame)
+            opened.bytes_down -= len(opened.sent[delivery.parcel.site].frame)
             self._fail(opened, delivery)
         return self._now() - began
 
@@ -300,7 +363,7 @@ class Engine:
             for delivery in self.mailbox.poll(lambda parcel: isinstance(parcel.tag, Ask)):
                 self._take(opened, delivery)
                 if first and opened.spool.entries:
-                    self._fault("first_reply")
+                    self._fault("first_reply", opened.index)
                     first = False
             # A node that connects in mid-round is asked who it is now, so that it can take part in the next one.
             self.joining.ask_new(self.joining.online(), self.config.clients.start_timeout_seconds)
@@ -323,6 +386,7 @@ class Engine:
         """Put one delivery where it belongs: accepted, rejected, failed or late."""
         ask: Ask = delivery.parcel.tag
         is_late = ask.expected.round != opened.index or ask.expected.attempt != opened.attempt
+        self.registry.heard(delivery.parcel.site)
         if delivery.message is None:
             if not is_late:
                 self._fail(opened, delivery)
@@ -335,15 +399,13 @@ class Engine:
                 self._take_late(opened, ask, reply, delivery.message)
             else:
                 opened.answered.add(site)
-                self._accept(opened, reply, delivery.message, self.state)
+                self._accept(opened, reply, delivery.message, opened.sent[site].order)
         except MessageError as error:
             self._reject(opened, site, Rejected("header", str(error)), is_late, ask.expected.round)
         except Rejected as rejected:
             self._reject(opened, site, rejected, is_late, ask.expected.round)
 
-    def _accept(
-        self, opened: OpenRound, reply: Reply, message: Message, base: Mapping[str, np.ndarray]
-    ) -> None:
+    def _accept(self, opened: OpenRound, reply: Reply, message: Message, order: Order) -> None:
         site = self.registry.sites[reply.site]
         metrics = read_metrics(reply)
         sums = read_heldout(metrics)
@@ -353,15 +415,16 @@ class Engine:
         if self.config.clients.weighting == "uniform":
             weight = 1.0
         frame = frame_of(message)
-        arrays = decode_update(frame, self.layout)
-        norm = update_norm(arrays, base, self.strategy.scales)
+        arrays = decode_update(frame, order.up_layout, self.config.compression.up, order.known)
+        norm = update_norm(*self.strategy.measured(arrays, order))
         check_norm(norm, self.norms, self.config.clients.max_norm_ratio)
-        entry = Entry(reply, weight, norm, len(frame), state_crc(arrays))
+        entry = Entry(reply, weight, norm, len(frame), state_crc(arrays), order=order)
         opened.spool.add(reply.site, entry, frame)
         self.arrivals.append(self._now() - opened.began)
         self._event(
             "update_accepted",
             round=opened.index,
+            attempt=opened.attempt,
             site=reply.site,
             weight=weight,
             norm=norm,
@@ -376,6 +439,7 @@ class Engine:
             peak_memory_bytes=metrics.get("peak_memory_bytes"),
             precision=metrics.get("precision"),
             state_found=metrics.get("state_found"),
+            residual_ratio=metrics.get("residual_ratio"),
             heldout=sums,
         )
 
@@ -388,23 +452,28 @@ class Engine:
         """Use an update of an earlier round with a smaller weight, or drop it: by configuration."""
         c = self.config.clients
         age = opened.index - ask.expected.round
-        if c.late != "weight" or age > c.late_rounds or age < 1 or ask.state is None:
+        if c.late != "weight" or age > c.late_rounds or age < 1 or ask.order is None:
             raise Rejected("late", f"arrived {age} rounds after its own", strike=False)
-        arrays = decode_update(frame_of(message), self.layout)
-        norm = update_norm(arrays, ask.state, self.strategy.scales)
+        layout = ask.order.up_layout
+        arrays = decode_update(frame_of(message), layout, self.config.compression.up, ask.order.known)
+        norm = update_norm(*self.strategy.measured(arrays, ask.order))
         check_norm(norm, self.norms, c.max_norm_ratio)
         weight = check_weight(reply, None) if c.weighting == "tokens" else 1.0
         weight *= (1.0 + age) ** -c.staleness_exponent
-        moved = rebase(arrays, ask.state, self.state)
-        frame = compression.encode(moved, self.layout, "exact", round_index=opened.index)
+        moved = rebase(arrays, ask.order.known, self.state)
+        frame = compression.encode(moved, layout, "exact", round_index=opened.index)
         key = f"{reply.site}\x00late-{ask.expected.round:06d}"
-        opened.spool.add(key, Entry(reply, weight, norm, len(frame), state_crc(moved), late=True), frame)
+        opened.spool.add(
+            key, Entry(reply, weight, norm, len(frame), state_crc(moved), late=True, order=ask.order), frame
+        )
         self._event(
             "update_accepted",
             round=opened.index,
+            attempt=opened.attempt,
             site=reply.site,
             weight=weight,
             norm=norm,
+            crc=state_crc(moved),
             tokens=reply.tokens,
             steps=reply.steps,
             loss=reply.loss,
@@ -424,6 +493,7 @@ class Engine:
         self._event(
             "update_rejected",
             round=of_round,
+            attempt=None if is_late else opened.attempt,
             site=site,
             kind=rejected.kind,
             reason=rejected.reason,
@@ -451,30 +521,59 @@ class Engine:
         expected_weight = statistics.fmean(weights) * len(opened.asked)
         updates = (
             SiteUpdate(e.reply.site, e.weight, arrays, e.reply.tokens, e.reply.steps)
-            for e, arrays in opened.spool.decoded(lambda frame: decode_update(frame, self.layout))
+            for e, arrays in opened.spool.decoded(self._decoded)
         )
-        outcome = self.strategy.aggregate(self.state, updates, expected_weight=expected_weight)
-        bad = next((n for n, a in outcome.state.items() if not finite(a)), None)
-        if bad is not None:
-            opened.rejected.append(
-                {"site": "*", "kind": "non_finite", "reason": f"aggregate of {bad} is not finite"}
-            )
+        aggregate = self._robust.aggregate if self._robust else self.strategy.aggregate
+        remembered = {name: np.array(value) for name, value in self.strategy.state_dict().items()}
+        try:
+            outcome = aggregate(self.state, updates, expected_weight=expected_weight)
+            bad = next((f"{n} is not finite" for n, a in outcome.state.items() if not finite(a)), None)
+        except (UmbelError, ValueError, ArithmeticError, np.linalg.LinAlgError) as error:
+            # Validated updates can still meet in a way that a method cannot digest; that costs the round, not the run.
+            outcome, bad = None, f"{type(error).__name__}: {error}"
+        if outcome is None or bad is not None:
+            # Nothing of a failed merge stays, the method's own memory included.
+            self.strategy.load_state_dict(remembered)
+            opened.rejected.append({"site": "*", "kind": "aggregate", "reason": f"the aggregate: {bad}"})
             return self._skip(opened, dispatch_seconds, collected)
+        if self._keep_update is not None:
+            for key in sorted(opened.spool.entries):
+                entry = opened.spool.entries[key]
+                self._keep_update(opened.index, opened.attempt, key, entry.weight, opened.spool.frame(entry))
         self.state = outcome.state
-        self.round, self.attempts_opened = opened.index, 0
+        self.round = opened.index
         self.norms = [*self.norms, *(e.norm for e in entries if not e.late)][-NORM_WINDOW:]
         self.arrivals = self.arrivals[-NORM_WINDOW:]
         for entry in entries:
             if not entry.late:
                 self.registry.sites[entry.reply.site].settled = (opened.index, opened.attempt)
-        self._fault("after_commit")
+        self._note_outcomes(opened, committed=True)
+        self._fault("after_commit", opened.index)
         tokens = sum(e.reply.tokens for e in entries)
         record = self._record(opened, "commit", dispatch_seconds, collected)
         record["train_loss"] = sum(e.reply.loss * e.reply.tokens for e in entries) / tokens
         record["tokens"] = tokens
         record.update(outcome.metrics)
         self.mailbox.forget(self._is_stale)
+        record["in_flight"] = len(self.mailbox.in_flight)
         return record
+
+    def _decoded(self, frame: bytes, entry: Entry) -> dict[str, np.ndarray]:
+        return decode_update(frame, entry.order.up_layout, self.config.compression.up, entry.order.known)
+
+    def _note_outcomes(self, opened: OpenRound, *, committed: bool) -> None:
+        """Remember for each asked site what became of its update; its next instruction says so.
+
+        A refused update must not come back, a lost one must: what error feedback at the site needs to know.
+        """
+        kept = {e.reply.site for e in opened.spool.ordered() if not e.late}
+        bad = {r["site"] for r in opened.rejected if r["kind"] in VALIDATION_KINDS}
+        for name in opened.asked:
+            if name in kept and committed:
+                outcome = "applied"
+            else:
+                outcome = "rejected" if name in bad else "dropped"
+            self.registry.sites[name].note(opened.index, opened.attempt, outcome)
 
     def _is_stale(self, parcel: Parcel) -> bool:
         """Tell whether nobody would use the reply to this parcel any more."""
@@ -483,6 +582,7 @@ class Engine:
 
     def _skip(self, opened: OpenRound, dispatch_seconds: float, collected: float) -> dict[str, Any]:
         record = self._record(opened, "skip", dispatch_seconds, collected)
+        self._note_outcomes(opened, committed=False)
         silent = [f"{name}: no answer" for name in record["missing"]]
         reasons = [f"{r['site']}: {r['kind']}: {r['reason']}" for r in opened.rejected]
         waited = collected - opened.began
@@ -499,6 +599,10 @@ class Engine:
     ) -> dict[str, Any]:
         entries = opened.spool.ordered()
         done = self._now()
+        missing = sorted(set(opened.asked) - opened.answered)
+        if opened.accepted < opened.policy.goal:
+            # With the goal reached nobody waited for them, so that their silence says nothing.
+            self._note_silence(missing, opened.index)
         self.last_heldout = combine(opened.heldout)
         return {
             "round": opened.index,
@@ -515,11 +619,13 @@ class Engine:
                     "crc": e.crc,
                     "late": e.late,
                     "of_round": e.reply.round,
+                    "tokens": e.reply.tokens,
+                    "steps": e.reply.steps,
                 }
                 for e in entries
             ],
             "rejected": opened.rejected,
-            "missing": sorted(set(opened.asked) - opened.answered),
+            "missing": missing,
             "bytes_up": sum(e.num_bytes for e in entries),
             "bytes_down": opened.bytes_down,
             "seconds": {
@@ -532,17 +638,30 @@ class Engine:
             "heldout": self.last_heldout,
         }
 
+    def _note_silence(self, missing: list[str], index: int) -> None:
+        for name in missing:
+            until = self.registry.silent(name, index)
+            if until:
+                self._event("site_silent", round=index, site=name, resting_until=until)
+                log.error(
+                    "site %s is online and said nothing for %d rounds: is its flower-superexec alive? "
+                    "It is asked again in round %d",
+                    name,
+                    self.registry.sites[name].silences,
+                    until,
+                )
+
     def evaluate_sites(self) -> dict[str, Any] | None:
         """Score the current state on every available site's held-out rows; None when nobody answered."""
         began, c = self._now(), self.config.clients
-        sites = self.registry.available(self.joining.online(), 10**9)
-        base = state_crc(self.state)
-        frame = compression.encode(self.state, self.layout, self.config.compression.down, base=base)
-        record = ArrayRecord({"frame": frame_to_array(frame)})
+        sites = self.registry.available(self.joining.online(), 10**9, self._operator.orders)
+        sent = self._outgoing(sites, 0, training=False)
         items: list[tuple[str, int, Any, Message]] = []
         for site in sites:
-            order = self._instruction(site, self.round, 0, base, c.deadline_seconds)
-            content = RecordDict({FRAME_RECORD: record, CONTROL_RECORD: to_record(order)})
+            out = sent[site.name]
+            directives = json.dumps(exchange_of(out), sort_keys=True)
+            order = self._instruction(site, self.round, 0, out, c.deadline_seconds, directives=directives)
+            content = RecordDict({FRAME_RECORD: out.record, CONTROL_RECORD: to_record(order)})
             ttl = c.deadline_seconds + TTL_MARGIN_SECONDS
             message = Message(content, site.node, EVALUATE, ttl=ttl, group_id="evaluate")
             items.append((site.name, site.node, EVALUATE, message))
@@ -551,7 +670,7 @@ class Engine:
         while waiting and self._now() - began < c.deadline_seconds:
             for delivery in self.mailbox.poll(lambda parcel: parcel.tag == EVALUATE):
                 waiting.discard(delivery.parcel.site)
-                sums = self._read_evaluation(delivery, base)
+                sums = self._read_evaluation(delivery, sent[delivery.parcel.site].base)
                 if sums:
                     found[delivery.parcel.site] = sums
             if waiting:
@@ -586,6 +705,17 @@ def frame_of(message: Message) -> bytes:
         return array_to_frame(records[FRAME_RECORD]["frame"])
     except (ValueError, TypeError) as error:
         raise Rejected("layout", str(error)) from error
+
+
+def asked_rank(facts: Mapping[str, Any]) -> int:
+    """Return the adapter rank a site asked for when it joined; 0 for none or nonsense."""
+    rank = facts.get("rank")
+    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= 4096 else 0
+
+
+def exchange_of(out: Outgoing) -> dict[str, Any]:
+    """Return the directive that tells a site what it exchanges; nothing for the plain adapter or model."""
+    return {"exchange": found} if (found := out.order.exchange.to_dict()) else {}
 
 
 def rebase(

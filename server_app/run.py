@@ -1,12 +1,13 @@
 """One run from its first event to its last: folder, lock, join, rounds, checkpoints, export, report.
 
 The order inside a round is what makes a resume exact: commit in memory, checkpoint on disk, then the record in
-the event log. A site learns that its update counts only from the next instruction, which is sent after all three.
+the event log. A site learns that its update counts only from the next instruction, which is sent after all three:
+the checkpoint is written by a thread while the next round is prepared, and waited for before its messages leave.
 """
 
 from __future__ import annotations
 
-import fcntl
+import copy
 import json
 import logging
 import os
@@ -14,24 +15,31 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import numpy as np
 from flwr.serverapp import Grid
 
 import compression
-from server_app import checkpoint
+from compression.payload import is_exact
+from compression.recipes import check as check_recipe
+from server_app import audit, checkpoint
+from server_app.evaluate import CentralEvaluation
 from server_app.export import export
+from server_app.fence import Fence, Fenced
 from server_app.joining import Joining
 from server_app.mailbox import Mailbox
+from server_app.operator import Operator
 from server_app.rounds import Engine
 from server_app.sites import Registry
 from server_app.start import Start, prepare
+from server_app.timeouts import check_nesting
 from strategies import build
 from umbel import checkpoints
 from umbel.config import Config, to_flat, to_json, to_toml
 from umbel.errors import ConfigError, UmbelError
 from umbel.fsio import write_atomic
-from umbel.telemetry.console import round_line
+from umbel.telemetry.console import last_round_line
 from umbel.telemetry.history import History
 from umbel.telemetry.metrics import write_metrics
 from umbel.telemetry.report import write_report
@@ -39,10 +47,6 @@ from umbel.telemetry.runfolder import RunFolder, runs_root
 from umbel.telemetry.summary import summarise
 
 log = logging.getLogger("umbel.server")
-
-
-class Locked(UmbelError):
-    """Another server process writes this run folder."""
 
 
 def run_folder(config: Config) -> RunFolder:
@@ -62,19 +66,6 @@ def run_folder(config: Config) -> RunFolder:
     return RunFolder.create(path)
 
 
-def lock(folder: RunFolder) -> IO[str]:
-    """Take the writer's lock of a run folder; a second server of the same run is refused."""
-    handle = open(folder.path / ".lock", "a+")  # noqa: SIM115  (held for the life of the run)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise Locked(
-            f"another server is writing {folder.path}. Wait for it to end, or give this run its own run.output-dir."
-        ) from None
-    return handle
-
-
 class Session:
     """Runs a configuration over a grid; `run()` returns the exit code and never leaves a run without a last event."""
 
@@ -86,16 +77,18 @@ class Session:
         simulated: bool,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        fault: Callable[[str], None] = lambda point: None,
+        fault: Callable[[str, int], Any] = lambda point, round_index: None,
     ) -> None:
         self.config, self._grid, self._simulated = config, grid, simulated
         self._now, self._sleep, self._fault = now, sleep, fault
         self.history = History()
+        # The record of the round that is committed in memory and not yet durable.
+        self._unsettled: dict[str, Any] | None = None
 
     def run(self) -> int:
         """Do the whole run; errors end as a `run_finished` event and an exit code."""
         self.folder = run_folder(self.config)
-        handle = lock(self.folder)
+        self.fence = Fence(self.folder.path)
         writer = logging.FileHandler(self.folder.path / "server.log", encoding="utf-8")
         writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger("umbel").addHandler(writer)
@@ -104,18 +97,25 @@ class Session:
         finally:
             logging.getLogger("umbel").removeHandler(writer)
             writer.close()
-            handle.close()
+            self.fence.close()
 
     def _event(self, event: str, /, *, fsync: bool = False, **fields: Any) -> None:
-        self.folder.events.write(event, fsync=fsync, **fields)
-        self.history.add({"event": event, "t": time.time(), **fields})
+        self.history.add(self.folder.events.write(event, fsync=fsync, **fields))
 
     def _locked(self) -> int:
         outcome, reason, code = "failed", "", 1
+        fenced = False
         try:
             self._begin()
-            self._rounds()
+            try:
+                self._rounds()
+            finally:
+                self._settle()
             outcome, code = "completed", 0
+        except Fenced as error:
+            # The folder is another server's now: not a line is added to it.
+            fenced, code = True, error.exit_code
+            log.error("%s", error)
         except UmbelError as error:
             reason, code = str(error), error.exit_code
             log.error("%s", reason)
@@ -126,13 +126,16 @@ class Session:
             reason = f"{type(error).__name__}: {error}"
             log.exception("the run failed")
         finally:
-            self._finish(outcome, reason, code)
+            if not fenced:
+                self._finish(outcome, reason, code)
         return code
 
     def _begin(self) -> None:
         config, folder = self.config, self.folder
-        for key, spec in (("up", config.compression.up), ("down", config.compression.down)):
-            check_codec(f"compression.{key}", spec)
+        check_codecs(config)
+        # In memory, a reply is whole or absent; over HTTP a pull may hang and gets a thread of its own.
+        poll = 0.05 if self._simulated else 0.25
+        check_nesting(config, poll)
         memory = self._remembered()
         if memory is None and folder.events_jsonl.exists() and folder.events_jsonl.stat().st_size:
             if (folder.path / "run.json").exists() and list(folder.checkpoints.glob("round-*")):
@@ -172,9 +175,8 @@ class Session:
             f", resumed after round {memory.round}" if memory else "",
         )
         strategy = build(config, self.start.layout, self.start.scales)
+        self.start.state = strategy.initial(self.start.state)
         registry = Registry(self.start.reference)
-        # In memory, a reply is whole or absent; over HTTP a pull may hang and gets a thread of its own.
-        poll = 0.05 if self._simulated else 0.25
         mailbox = Mailbox(self._grid, threaded=not self._simulated)
         joining = Joining(
             self._grid,
@@ -201,11 +203,24 @@ class Session:
             sleep=self._sleep,
             poll_seconds=poll,
             fault=self._fault,
+            before_send=self._settle,
+            keep_update=audit.keeper(folder.path) if config.telemetry.keep_updates else None,
+            operator=Operator(folder.path / "operator.toml", self._event),
         )
         if memory is not None:
             self._restore(memory, strategy, registry)
             self._complete_log(memory)
-        self.writer = checkpoint.Writer(folder.checkpoints, keep=config.run.keep_checkpoints)
+        elif config.telemetry.keep_updates:
+            audit.keep_start(folder.path, self.start.state, self.start.layout)
+        self.writer = checkpoint.Writer(
+            folder.checkpoints,
+            keep=config.run.keep_checkpoints,
+            check=self.fence.check,
+            half_way=lambda round_index: self._fault("in_checkpoint", round_index),
+        )
+        self.central = CentralEvaluation(config, self.start) if config.eval.central_data else None
+        if self.central is not None and memory is None:
+            self._score_centrally()
         if config.eval.sample_prompt and memory is None:
             self._sample("before")
         joining.wait_for_start(config.clients.minimum, config.clients.start_timeout_seconds)
@@ -251,8 +266,8 @@ class Session:
     def _restore(self, memory: checkpoints.Memory, strategy: Any, registry: Registry) -> None:
         engine, meta = self.engine, memory.meta
         engine.state, engine.round = memory.state, memory.round
-        opened = [row.attempt for row in self.history.rounds if row.round == engine.round + 1]
-        engine.attempts_opened = max(opened, default=0)
+        for row in self.history.rounds:
+            engine.attempts[row.round] = max(row.attempt, engine.attempts.get(row.round, 0))
         engine.norms, engine.arrivals = list(meta["norms"]), list(meta["arrivals"])
         strategy.load_state_dict(memory.strategy)
         registry.reference.update(meta["reference"])
@@ -270,39 +285,37 @@ class Session:
             engine.round,
             int(record["attempt"]),
             engine.state,
-            engine.strategy.state_dict(),
-            {
-                "run": self.run_id,
-                "config": to_flat(self.config),
-                "norms": engine.norms,
-                "arrivals": engine.arrivals,
-                "reference": engine.registry.reference,
-                "sites": engine.registry.memories(),
-                "record": record,
-            },
+            # The engine replaces its state whole; what a method or a table changes in place is copied here.
+            {name: np.array(value) for name, value in engine.strategy.state_dict().items()},
+            copy.deepcopy(self._meta(record)),
         )
+
+    def _meta(self, record: dict[str, Any]) -> dict[str, Any]:
+        engine = self.engine
+        return {
+            "run": self.run_id,
+            "config": to_flat(self.config),
+            "norms": list(engine.norms),
+            "arrivals": engine.arrivals,
+            "reference": engine.registry.reference,
+            "sites": engine.registry.memories(),
+            "record": record,
+            "fence": self.fence.token,
+        }
 
     def _rounds(self) -> None:
         config, engine = self.config, self.engine
         while engine.round < config.run.rounds:
             record = engine.run_round()
+            self.fence.check()
             every = config.run.checkpoint_every
+            self._unsettled = record
             if engine.round % every == 0 or engine.round == config.run.rounds:
-                began = time.monotonic()
-                self._fault("in_checkpoint")
-                size = self.writer.save(self._memory(record))
-                record["seconds"]["checkpoint"] = time.monotonic() - began
-                self._fault("after_checkpoint")
-                if size is not None:
-                    self._event(
-                        "checkpoint_written",
-                        round=engine.round,
-                        bytes=size,
-                        seconds=record["seconds"]["checkpoint"],
-                    )
-            self._event("round_committed", fsync=True, **record)
-            rows = self.history.committed
-            log.info("%s", round_line(rows[-1], rows[-2] if len(rows) > 1 else None, config.run.rounds))
+                self.writer.submit(self._memory(record))
+            else:
+                self._settle()
+            self._score_centrally()
+        self._settle()
         if config.eval.final:
             result = engine.evaluate_sites()
             if result is not None:
@@ -312,6 +325,36 @@ class Session:
         log.info("exported to %s", path)
         if config.eval.sample_prompt:
             self._sample("after")
+
+    def _score_centrally(self) -> None:
+        """Score the state on the server's own held-out rows, every `eval.every` rounds and at the end."""
+        every, last = self.config.eval.every, self.engine.round == self.config.run.rounds
+        due = last or (every > 0 and self.engine.round % every == 0)
+        if self.central is None or not due:
+            return
+        result = self.central.score(self.engine.state)
+        if result is not None:
+            self._event("evaluated", round=self.engine.round, where="server", **result)
+            log.info("central held-out loss after round %d: %.4f", self.engine.round, result["loss"])
+
+    def _settle(self) -> None:
+        """Wait until the committed round is durable, and only then say that it is committed."""
+        record, self._unsettled = self._unsettled, None
+        if record is None:
+            return
+        written = self.writer.wait()
+        if written is not None:
+            self._fault("after_checkpoint", written.round)
+            record["seconds"]["checkpoint"] = written.seconds
+            if written.num_bytes is not None:
+                self._event(
+                    "checkpoint_written",
+                    round=written.round,
+                    bytes=written.num_bytes,
+                    seconds=written.seconds,
+                )
+        self._event("round_committed", fsync=True, **record)
+        log.info("%s", last_round_line(self.history))
 
     def _sample(self, when: str) -> None:
         from server_app.sample import answer
@@ -346,12 +389,32 @@ class Session:
             write_report(self.folder.path)
 
 
-def check_codec(key: str, spec: str) -> None:
-    """Raise ConfigError naming `key` when the codec spec is not one."""
-    try:
-        compression.check_policy(spec)
-    except ConfigError as error:
-        raise ConfigError(key, f"is no codec: {error}", got=spec, allowed="'exact'") from None
+def check_codecs(config: Config) -> None:
+    """Raise ConfigError naming the key when a codec is none, or is wrong in its direction or with its residual."""
+    c = config.compression
+    for key, spec in (("compression.up", c.up), ("compression.down", c.down)):
+        try:
+            compression.check_policy(spec)
+        except ConfigError as error:
+            allowed = "'exact', 'int8(256,rtn)', ..."
+            raise ConfigError(key, f"is no codec: {error}", got=spec, allowed=allowed) from None
+    if not is_exact(c.down):
+        raise ConfigError(
+            "compression.down",
+            "loses bits: what the sites then hold would not be the state the server keeps",
+            got=c.down,
+            allowed="'exact' or 'lossless'",
+        )
+    if not is_exact(c.up):
+        for note in check_recipe(c.up, residual=c.feedback > 0):
+            log.warning("compression.up: %s", note)
+    elif c.feedback > 0:
+        raise ConfigError(
+            "compression.feedback",
+            f"has no effect with the exact codec {c.up!r}",
+            got=c.feedback,
+            allowed="0, or a lossy compression.up",
+        )
 
 
 def summary(history: History) -> dict[str, Any]:

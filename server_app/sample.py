@@ -13,6 +13,7 @@ def answer(config: Config, start: Start, state: dict[str, Any]) -> str:
     import torch
 
     from umbel.models.adapter import attach
+    from umbel.models.reshape import load_adapter
     from umbel.models.source import load_model, load_tokenizer
     from umbel.models.state import write_state
 
@@ -20,7 +21,9 @@ def answer(config: Config, start: Start, state: dict[str, Any]) -> str:
     model: Any = load_model(start.spec)
     if config.train.mode == "lora":
         model = attach(model, start.settings)
-    write_state(model, state, config.train.mode)
+        load_adapter(model, state, start.settings)
+    else:
+        write_state(model, state, config.train.mode)
     model.eval()
     prompt = config.eval.sample_prompt
     if tokenizer.chat_template:

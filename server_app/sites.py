@@ -11,12 +11,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from server_app.operator import Orders
 from umbel.digest import short
 
+NO_ORDERS = Orders()
+# Outcomes of a site's updates that its instructions repeat: more than it can have undecided.
+KEEP_OUTCOMES = 12
 MUST_AGREE = ("model", "tokenizer", "adapter", "layout")
 
 STRIKES_TO_QUARANTINE = 3
 STRIKE_WINDOW = 10
+# Rounds in a row without a word (no update, no error) after which a site is asked only now and then: a node whose
+# worker is dead stays online and would cost every round its full wait.
+SILENCES_TO_REST = 2
 
 
 @dataclass
@@ -27,17 +34,28 @@ class Site:
     node: int
     facts: dict[str, Any] = field(default_factory=dict)
     settled: tuple[int, int] = (0, 0)
+    outcomes: list[list] = field(default_factory=list)
     strikes: list[int] = field(default_factory=list)
     quarantines: int = 0
     banned_until: int = 0
+    # Rounds in a row that it left unanswered, and the round until which it is left alone for that.
+    silences: int = 0
+    resting_until: int = 0
+
+    def note(self, round_index: int, attempt: int, outcome: str) -> None:
+        """Remember what became of one update; the newest few are told to the site."""
+        self.outcomes = [*self.outcomes, [round_index, attempt, outcome]][-KEEP_OUTCOMES:]
 
     def memory(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this site."""
         return {
             "settled": list(self.settled),
+            "outcomes": self.outcomes,
             "strikes": self.strikes,
             "quarantines": self.quarantines,
             "banned_until": self.banned_until,
+            "silences": self.silences,
+            "resting_until": self.resting_until,
         }
 
 
@@ -86,21 +104,61 @@ class Registry:
                 name,
                 node,
                 settled=tuple(past.get("settled", (0, 0))),  # type: ignore[arg-type]
+                outcomes=list(past.get("outcomes", [])),
                 strikes=list(past.get("strikes", [])),
                 quarantines=int(past.get("quarantines", 0)),
                 banned_until=int(past.get("banned_until", 0)),
+                silences=int(past.get("silences", 0)),
+                resting_until=int(past.get("resting_until", 0)),
             )
             self.sites[name] = known
+        if known.node != node:
+            # A new process: its silence belonged to the old one.
+            known.silences = known.resting_until = 0
         known.node, known.facts = node, facts
         return ""
 
-    def available(self, online: set[int], round_index: int) -> list[Site]:
-        """Return the sites that can be asked in this round, in order of name."""
-        return [
-            self.sites[name]
-            for name in sorted(self.sites)
-            if self.sites[name].node in online and self.sites[name].banned_until <= round_index
-        ]
+    def available(
+        self, online: set[int], round_index: int, orders: Orders = NO_ORDERS, *, wake: bool = False
+    ) -> list[Site]:
+        """Return the sites that can be asked in this round, in order of name.
+
+        `orders` are the operator's; `wake` includes sites that rest because they were silent.
+        """
+
+        def can(site: Site) -> bool:
+            if site.node not in online or site.name in orders.ban:
+                return False
+            if site.name in orders.pin:
+                return True
+            return site.banned_until <= round_index and (wake or site.resting_until <= round_index)
+
+        return [self.sites[name] for name in sorted(self.sites) if can(self.sites[name])]
+
+    def pardon(self, name: str) -> None:
+        """Forget a site's strikes, quarantine and silence: the operator's word."""
+        site = self.sites.get(name)
+        if site is not None:
+            site.strikes, site.quarantines, site.banned_until = [], 0, 0
+            site.silences = site.resting_until = 0
+
+    def heard(self, name: str) -> None:
+        """Note that a site said something: an update, a late one, or an error."""
+        site = self.sites.get(name)
+        if site is not None:
+            site.silences = site.resting_until = 0
+
+    def silent(self, name: str, round_index: int) -> int:
+        """Note a round without a word; returns the round until which the site is left alone, or 0.
+
+        From the second silent round in a row on: 2, 4, 8 .. rounds, each followed by one probe.
+        """
+        site = self.sites[name]
+        site.silences += 1
+        if site.silences < SILENCES_TO_REST:
+            return 0
+        site.resting_until = round_index + 1 + 2 ** min(site.silences - 1, 10)
+        return site.resting_until
 
     def strike(self, name: str, round_index: int) -> int:
         """Count a fault against a site; returns the round until which it is now quarantined, or 0.

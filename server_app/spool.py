@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from umbel.messages import Reply
 
@@ -29,6 +30,8 @@ class Entry:
     late: bool = False
     frame: bytes | None = None
     path: Path | None = None
+    # The order it answers (`strategies.Order`): sites may send different tensors.
+    order: Any = None
 
 
 class Spool:
@@ -56,11 +59,14 @@ class Spool:
         """Return the entries in canonical order."""
         return [self.entries[key] for key in sorted(self.entries)]
 
-    def decoded(self, decode: Callable[[bytes], dict]) -> Iterator[tuple[Entry, dict]]:
-        """Yield (entry, decoded arrays) in canonical order, one at a time."""
+    def decoded(self, decode: Callable[[bytes, Entry], dict]) -> Iterator[tuple[Entry, dict]]:
+        """Yield (entry, decode(frame, entry)) in canonical order, one at a time."""
         for entry in self.ordered():
-            frame = entry.frame if entry.frame is not None else entry.path.read_bytes()  # type: ignore[union-attr]
-            yield entry, decode(frame)
+            yield entry, decode(self.frame(entry), entry)
+
+    def frame(self, entry: Entry) -> bytes:
+        """Return the bytes of one entry, from memory or from the disk."""
+        return entry.frame if entry.frame is not None else entry.path.read_bytes()  # type: ignore[union-attr]
 
     def close(self) -> None:
         """Remove everything."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-import compression
 from compression import FrameError, Layout
+from compression.payload import decode_update as decode_payload
 from strategies.aggregation.layers import pair_layers
 from strategies.aggregation.products import norm_of_sum
 from umbel.messages import STATUS_OK, Reply, parse_json
@@ -69,10 +69,12 @@ def check_weight(reply: Reply, max_weight: float | None) -> float:
     return min(float(weight), max_weight) if max_weight else float(weight)
 
 
-def decode_update(frame: bytes, layout: Layout) -> dict[str, np.ndarray]:
+def decode_update(
+    frame: bytes, layout: Layout, policy: str, base: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Decode and thereby check layout, size, checksum and finiteness; raises Rejected with the frame's code."""
     try:
-        return compression.decode(frame, layout)
+        return decode_payload(frame, layout, policy, base)
     except FrameError as error:
         raise Rejected("frame", f"{error}") from error
     except (ValueError, TypeError, MemoryError, OverflowError) as error:
@@ -131,7 +133,10 @@ def read_heldout(metrics: Mapping[str, Any]) -> dict[str, float] | None:
     values = {}
     for key in ("loss_sum", "tokens", "correct"):
         value = sums.get(key)
-        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        # bool is an int to Python and no number to us.
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        if not math.isfinite(value) or value < 0:
             return None
         values[key] = float(value)
     return values if values["tokens"] > 0 else None

@@ -18,7 +18,8 @@ import numpy as np
 from strategies.aggregation.certificate import factor_mean_error
 from strategies.aggregation.layers import pair_layers
 from strategies.aggregation.mean import WeightedMean
-from strategies.base import Capabilities, Outcome, SiteUpdate, UmbelStrategy
+from strategies.aggregation.rules import fedit
+from strategies.base import Outcome, SiteUpdate, UmbelStrategy
 from strategies.contributions import Contributions
 
 
@@ -26,7 +27,7 @@ class FedAvg(UmbelStrategy):
     """Weighted mean of the sites' values."""
 
     name = "fedavg"
-    capabilities = Capabilities(secure_sums=True, joiner_needs="the current state")
+    capabilities = fedit.CAPABILITIES
 
     def aggregate(
         self,
@@ -50,7 +51,7 @@ class FedAvg(UmbelStrategy):
                 metrics["exactness"] = {
                     k: report[k] for k in ("relative_error", "worst_layer", "worst_layer_error")
                 }
-        return Outcome(served, metrics)
+        return Outcome(self.stepped(state, served), metrics)
 
     def _layers(
         self, served: Mapping[str, np.ndarray], pairs: Mapping[str, tuple[str, str]], kept: Contributions

@@ -97,7 +97,7 @@ def from_record(kind: type, record: Any) -> Any:
     if unknown or missing:
         raise MessageError(f"{kind.__name__} has unknown fields {unknown[:3]} and lacks {missing[:3]}")
     for name, expected in fields.items():
-        value = values[name]
+        value: Any = values[name]
         # bool is an int to Python and never a number to us.
         if type(value) is not expected:
             raise MessageError(

@@ -28,7 +28,7 @@ from umbel.config.schema import Config
 from umbel.data.cursor import Cursor, take
 from umbel.errors import Refusal, RefusalKind
 from umbel.models.loss import row_loss
-from umbel.models.state import read_state, trainable_parameters
+from umbel.models.state import named_trainable, read_state
 from umbel.seeds import derive_seed
 
 
@@ -61,18 +61,22 @@ def train(
     max_tokens: int,
     packing: bool,
     local_steps: int,
+    factor: str = "",
 ) -> TrainResult:
     """Train `model` in place for `local_steps` steps or until the deadline and return the result.
 
-    `first_step` is the global step of the first local one. Raises Refusal: NON_FINITE when a loss or gradient is
-    not finite, DEADLINE when not even one step was possible.
+    `first_step` is the global step of the first local one. `factor` names what is trained of an adapter
+    (`umbel.models.state.named_trainable`); kept moments of what is not trained in this round stay untouched.
+    Raises Refusal: NON_FINITE when a loss or gradient is not finite, DEADLINE when not even one step was possible.
     """
     import torch
 
     settings = config.train
-    parameters = trainable_parameters(model, settings.mode)
+    named = named_trainable(model, settings.mode, factor)
+    parameters = list(named.values())
     optimizer = make_optimizer(parameters, config)
-    restore_moments(optimizer, parameters, moments)
+    restore_moments(optimizer, named, moments)
+    anchors = [p.detach().clone() for p in parameters] if settings.proximal_mu > 0 else []
     model.train()
     torch.manual_seed(derive_seed(config.run.seed, "dropout", site, round_index))
     loss_sum, tokens, steps = 0.0, 0, 0
@@ -104,15 +108,17 @@ def train(
             raise Refusal(
                 RefusalKind.NON_FINITE, f"the local loss became {step_loss} in step {steps + 1} of the round"
             )
+        pull_back(parameters, anchors, rate * settings.proximal_mu)
         loss_sum += step_loss
         tokens += step_tokens
         steps += 1
+        clock.note(steps, tokens)
     model.eval()
     if steps == 0:
         raise Refusal(RefusalKind.DEADLINE, "no step could be finished before the deadline")
     arrays = read_state(model, settings.mode)
     refuse_non_finite(arrays)
-    kept = save_moments(optimizer, parameters) if settings.optimizer_state == "keep" else {}
+    kept = {**moments, **save_moments(optimizer, named)} if settings.optimizer_state == "keep" else {}
     return TrainResult(arrays, kept, cursor, tokens, steps, loss_sum / max(1, tokens), steps < local_steps)
 
 
@@ -164,30 +170,41 @@ def make_optimizer(parameters: list[Any], config: Config) -> Any:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=t.learning_rate, betas=(t.beta1, t.beta2))
 
 
-def save_moments(optimizer: Any, parameters: list[Any]) -> dict[str, np.ndarray]:
-    """Return AdamW's state as float32 arrays, named by the parameter's position in the trained set."""
+def pull_back(parameters: list[Any], anchors: list[Any], amount: float) -> None:
+    """Move parameters towards the round's start: p <- p - amount (p - anchor), amount = learning rate x mu.
+
+    FedProx (Li et al. 2020, arXiv 1812.06127) decoupled from the optimiser: as a gradient penalty, AdamW's
+    preconditioner would rescale it coordinate by coordinate. No anchors: nothing happens.
+    """
+    import torch
+
+    if anchors:
+        with torch.no_grad():
+            torch._foreach_lerp_(parameters, anchors, min(1.0, amount))
+
+
+def save_moments(optimizer: Any, named: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return AdamW's state as float32 arrays, `<parameter>/<slot>`."""
     out: dict[str, np.ndarray] = {}
-    for i, parameter in enumerate(parameters):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            out[f"{i:05d}.{name}"] = value.detach().cpu().float().numpy().copy()
+    for key, parameter in named.items():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            out[f"{key}/{slot}"] = value.detach().cpu().float().numpy().copy()
     return out
 
 
-def restore_moments(optimizer: Any, parameters: list[Any], moments: dict[str, np.ndarray]) -> None:
-    """Put saved moments back; a set that does not fit the parameters is ignored as a whole."""
+def restore_moments(optimizer: Any, named: dict[str, Any], moments: dict[str, np.ndarray]) -> None:
+    """Put saved moments back; those of a parameter that changed its shape are ignored."""
     import torch
 
-    if not moments:
-        return
-    for i, parameter in enumerate(parameters):
+    for key, parameter in named.items():
         state = {}
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            value = moments.get(f"{i:05d}.{name}")
-            if value is None:
+        for slot in ("step", "exp_avg", "exp_avg_sq"):
+            value = moments.get(f"{key}/{slot}")
+            if value is None or (slot != "step" and value.size != parameter.numel()):
                 continue
             tensor = torch.from_numpy(value.copy())
-            state[name] = (
-                tensor if name == "step" else tensor.to(parameter.device, parameter.dtype).view_as(parameter)
+            state[slot] = (
+                tensor if slot == "step" else tensor.to(parameter.device, parameter.dtype).view_as(parameter)
             )
         if len(state) == 3:
             optimizer.state[parameter] = state

@@ -15,12 +15,14 @@ import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from umbel.cli.bundle import make_bundle
 from umbel.cli.flower import flower_env, free_port, group_alive, run_facts, start_run, stop_run, tool
 from umbel.config import resolve, to_toml
+from umbel.telemetry.events import read_events
 
 CONNECTION = "loopback"
 
@@ -28,8 +30,19 @@ CONNECTION = "loopback"
 class Federation:
     """SuperLink and one SuperNode for each named site; `sites` maps a name to its data source."""
 
-    def __init__(self, folder: Path, sites: dict[str, str], *, superlink_args: tuple[str, ...] = ()) -> None:
-        self.folder, self.sites, self._extra = folder, sites, superlink_args
+    def __init__(
+        self,
+        folder: Path,
+        sites: dict[str, str],
+        *,
+        superlink_args: tuple[str, ...] = (),
+        isolated: bool = False,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """`isolated` runs the SuperLink with a database and the ServerApp under a SuperExec of its own."""
+        self.folder, self.sites, self._extra, self.isolated = folder, sites, superlink_args, isolated
+        # Sites reach the SuperLink here; a test that puts a proxy in between sets another port.
+        self.site_ports: dict[str, int] = {}
         self.port = free_port()
         self.home, self.logs, self.state = folder / "flwr", folder / "logs", folder / "state"
         for path in (self.home, self.logs, self.state):
@@ -38,6 +51,7 @@ class Federation:
         self.env["HF_HUB_OFFLINE"] = "1"
         self.env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.05"
         self.env["OMP_NUM_THREADS"] = "1"
+        self.env.update(env or {})
         self.processes: dict[str, subprocess.Popen] = {}
         self.app = make_bundle(folder / "umbel")
 
@@ -47,6 +61,8 @@ class Federation:
             f'address = "127.0.0.1:{self.port}"\ninsecure = true\n'
         )
         self.start_superlink()
+        if self.isolated:
+            self.start_superexec()
         for name in self.sites:
             self.start_site(name)
         return self
@@ -75,6 +91,8 @@ class Federation:
         """Start the SuperLink and wait until it answers."""
         command = [tool("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation", *self._extra]
+        if self.isolated:
+            command += ["--isolation", "process", "--database", str(self.folder / "superlink.db")]
         self.spawn("superlink", command)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -85,6 +103,11 @@ class Federation:
                 time.sleep(0.2)
         raise AssertionError(f"the SuperLink did not start: {self.log('superlink')}")
 
+    def start_superexec(self) -> None:
+        """Start the process that starts ServerApps, apart from the SuperLink."""
+        command = [tool("flower-superexec"), "--insecure", "--runtime-api-address", f"127.0.0.1:{self.port}"]
+        self.spawn("superexec", command)
+
     def start_site(self, name: str, **node_config: str) -> None:
         """Start the SuperNode of one site; `node_config` overrides what it is told."""
         facts = {
@@ -94,7 +117,8 @@ class Federation:
             **node_config,
         }
         text = " ".join(f'{key}="{value}"' for key, value in facts.items() if value)
-        command = [tool("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{self.port}"]
+        command = [tool("flower-supernode"), "--insecure", "--superlink"]
+        command += [f"127.0.0.1:{self.site_ports.get(name, self.port)}"]
         command += ["--port", str(free_port()), "--node-config", text]
         self.spawn(name, command)
 
@@ -137,6 +161,25 @@ class Federation:
                 return status
             time.sleep(1.0)
         raise AssertionError(f"the run did not finish in {seconds} s\n{self.log('superlink')}")
+
+    def events(self, run: str = "run") -> list[dict[str, Any]]:
+        """Return the events of the run folder `run` so far."""
+        return read_events(self.folder / run / "events.jsonl")
+
+    def until(
+        self, wanted: Callable[[dict[str, Any]], bool], *, seconds: float, run: str = "run"
+    ) -> dict[str, Any]:
+        """Wait for an event and return it; fails the test after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for event in self.events(run):
+                if wanted(event):
+                    return event
+            time.sleep(0.2)
+        names = [e["event"] for e in self.events(run)][-12:]
+        raise AssertionError(
+            f"the event did not come in {seconds} s; the last ones are {names}\n{self.log('superlink')}"
+        )
 
     def log(self, name: str) -> str:
         """Return the end of a process's log."""

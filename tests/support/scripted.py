@@ -133,7 +133,7 @@ def make_bench(
     scripts: list[Script],
     *overrides: str,
     delays: Mapping[str, float] | None = None,
-    fault: Callable[[str], None] = lambda point: None,
+    fault: Callable[[str, int], Any] = lambda point, round_index: None,
     join: bool = True,
 ) -> Bench:
     """Return an engine whose sites have joined. Defaults: deadline 100 s, grace 20 s, quorum half."""

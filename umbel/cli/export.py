@@ -7,6 +7,7 @@ from pathlib import Path
 from umbel import checkpoints
 from umbel.config import Config, resolve
 from umbel.errors import ConfigError, DataError
+from umbel.methods import PERSONAL
 from umbel.models.described import described
 from umbel.models.source import ModelSpec
 from umbel.telemetry.runfolder import RunFolder
@@ -17,6 +18,7 @@ def export_run(run_dir: Path, *, merge: bool = False, output: str = "", round_in
 
     Raises DataError when the run has no such checkpoint, ModelError when base and state do not fit.
     """
+    from umbel.models.combine import one_adapter
     from umbel.models.export import merge_adapter, save_adapter, save_full
 
     folder = RunFolder.open(run_dir)
@@ -24,15 +26,26 @@ def export_run(run_dir: Path, *, merge: bool = False, output: str = "", round_in
     memory = pick(folder, round_index)
     spec, settings = described(config)
     card = card_text(config, spec, memory)
+    state = memory.state
+    if config.run.method in PERSONAL:
+        raise ConfigError(
+            "run.method",
+            "has no global model to export",
+            got=config.run.method,
+            allowed="a method with one",
+            remedy="Each site's state folder holds its adapter after the final evaluation.",
+        )
+    if config.train.mode == "lora":
+        state, settings = one_adapter(memory.state, settings)
     if config.train.mode == "full":
         target = Path(output or folder.model)
         save_full(target, spec, memory.state, card=card)
     elif merge:
         target = Path(output or folder.path / "merged")
-        merge_adapter(spec, memory.state, settings, target, card=card)
+        merge_adapter(spec, state, settings, target, card=card)
     else:
         target = Path(output or folder.adapter)
-        save_adapter(target, memory.state, settings, spec, card=card)
+        save_adapter(target, state, settings, spec, card=card)
     return target.absolute()
 
 

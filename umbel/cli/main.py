@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from umbel import __version__
+from umbel.cli.site import app as site_app
 from umbel.errors import UmbelError
 
 app = typer.Typer(
@@ -20,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(site_app, name="site")
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="a setting, key=value; may be given again")

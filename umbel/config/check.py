@@ -17,6 +17,7 @@ def check(config: Config) -> Config:
             got=clients.quorum,
             allowed=f"0 (half of the goal) or 1..{goal}",
         )
+    check_merge(config)
     if clients.grace_seconds > clients.deadline_seconds:
         raise ConfigError(
             "clients.grace-seconds",
@@ -53,6 +54,14 @@ def check(config: Config) -> Config:
             got=clients.late,
             allowed="'drop'",
         )
+    if config.compression.feedback > 0 and (clients.late == "weight" or config.run.checkpoint_every > 1):
+        raise ConfigError(
+            "compression.feedback",
+            "needs clients.late = 'drop' and run.checkpoint-every = 1: a site may give up a residual only when it is "
+            "certain, and durable at the server, what became of its update",
+            got=config.compression.feedback,
+            allowed="0, or those two settings",
+        )
     if train.mode == "full" and config.model.dtype != "float32" and train.optimizer_state == "keep":
         raise ConfigError(
             "train.optimizer-state",
@@ -61,3 +70,40 @@ def check(config: Config) -> Config:
             allowed="model.dtype = 'float32'",
         )
     return config
+
+
+def fewest_updates(merge: str, byzantine: int) -> int:
+    """Return the fewest updates that a merge rule is defined for with `byzantine` liars among them."""
+    return 2 * byzantine + (3 if merge in ("krum", "multi-krum") else 1)
+
+
+def check_merge(config: Config) -> None:
+    """Raise ConfigError when a robust merge could commit with fewer updates than its bound, or cannot work."""
+    clients = config.clients
+    if clients.merge == "mean":
+        return
+    bound = fewest_updates(clients.merge, clients.byzantine)
+    quorum = clients.quorum or -(-(clients.goal or clients.minimum) // 2)
+    if quorum < bound:
+        raise ConfigError(
+            "clients.quorum",
+            f"may be as small as {quorum}, but clients.merge = {clients.merge!r} with clients.byzantine = "
+            f"{clients.byzantine} needs {bound} updates in every round",
+            got=clients.quorum,
+            allowed=f">= {bound}",
+            remedy="Raise clients.quorum and clients.minimum, or lower clients.byzantine.",
+        )
+    if config.run.method not in ("fedavg", "fedit"):
+        raise ConfigError(
+            "clients.merge",
+            f"replaces the mean of a method, and run.method = {config.run.method!r} is more than a mean",
+            got=clients.merge,
+            allowed="'mean', or run.method = 'fedavg' or 'fedit'",
+        )
+    if clients.normalise == "fixed":
+        raise ConfigError(
+            "clients.normalise",
+            f"= 'fixed' has no meaning with clients.merge = {clients.merge!r}",
+            got=clients.normalise,
+            allowed="'received'",
+        )

@@ -55,7 +55,8 @@ def kind_of(field: dataclasses.Field) -> type:
 
 def coerce(name: str, field: dataclasses.Field, value: Any) -> Scalar:
     """Return `value` as the field's type, or raise ConfigError naming key, value, range and remedy."""
-    kind, rule = kind_of(field), rule_of(field)
+    kind: Any = kind_of(field)
+    rule = rule_of(field)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:

@@ -51,7 +51,7 @@ def from_run_config(values: Mapping[str, Any]) -> Config:
         group, item = known[name]
         groups.setdefault(group, {})[item.name] = coerce(name, item, value)
     parts = {
-        group.name: group.default_factory(**groups.get(group.name, {}))  # type: ignore[misc]
+        group.name: group.default_factory(**groups.get(group.name, {}))  # type: ignore[misc, operator]
         for group in dataclasses.fields(Config)
     }
     return check(Config(**parts))
@@ -129,7 +129,8 @@ def to_toml(config: Config) -> str:
     """Return the whole configuration as commented TOML that `resolve` reads back to an equal object."""
     import tomli_w
 
-    lines, current = [], ""
+    lines: list[str] = []
+    current = ""
     for group, item in flat_fields().values():
         if group != current:
             lines.append(f"\n[{group}]" if lines else f"[{group}]")

@@ -10,13 +10,28 @@ from dataclasses import dataclass, field
 
 from umbel.config.keys import key
 
+METHODS: tuple[str, ...] = (
+    "fedavg",
+    "fedit",
+    "ffa",
+    "rolora",
+    "carry",
+    "flexlora",
+    "fedex",
+    "flora",
+    "fedsa",
+    "hetlora",
+    "raflora",
+)
+METHODS += ("fedplora", "fedsb", "ravan", "fedask", "ecolora")
+
 
 @dataclass(frozen=True)
 class Run:
     """What is run, for how long, and where its folder is."""
 
     name: str = key("", "name of the run; the run folder and the site's durable state are keyed by it")
-    method: str = key("fedavg", "aggregation method", choices=("fedavg", "fedit"))
+    method: str = key("fedavg", "aggregation method", choices=METHODS)
     task: str = key("sft", "local work of a site", choices=("sft",))
     rounds: int = key(3, "rounds to commit", low=1, high=1_000_000)
     seed: int = key(42, "seed of initial adapter, site choice, data order and dropout", low=0, high=2**62)
@@ -88,6 +103,20 @@ class Lora:
     rslora: bool = key(False, "scale by alpha/sqrt(r)")
     rank_pattern: str = key("", "name=rank pairs, comma separated")
     alpha_pattern: str = key("", "name=alpha pairs, comma separated")
+    site_ranks: str = key(
+        "", "site=rank pairs, comma separated; a site's node-config rank counts too; others have lora.rank"
+    )
+    carry_rank: int = key(
+        0,
+        "rank of the side adapter of method carry; 0: as large as exactness needs",
+        low=0,
+        high=65536,
+    )
+    heads: int = key(4, "heads of method ravan; divides lora.rank", low=1, high=4096)
+    segments: int = key(2, "segments of method ecolora, one a site and round", low=1, high=4096)
+    sketch: int = key(
+        0, "columns of the sketch of method fedask; 0: the sum of the cohort's ranks", low=0, high=65536
+    )
     dtype: str = key("float32", "dtype of the adapter", choices=("float32", "bfloat16", "float16"))
 
 
@@ -108,6 +137,12 @@ class Train:
     beta1: float = key(0.9, "AdamW beta1", low=0.0, high=0.99999)
     beta2: float = key(0.999, "AdamW beta2", low=0.0, high=0.99999999)
     clip_norm: float = key(1.0, "gradient norm is clipped to this; 0: off", low=0.0)
+    proximal_mu: float = key(
+        0.0,
+        "pull towards the round's start after each step, times the learning rate (FedProx)",
+        low=0.0,
+        high=1e6,
+    )
     optimizer_state: str = key("reset", "local Adam moments between rounds", choices=("reset", "keep"))
     precision: str = key(
         "float32",
@@ -121,6 +156,24 @@ class Train:
         high=1024,
     )
     device: str = key("auto", "'auto' (a GPU when present), 'cpu' or 'cuda'", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the server does with the average."""
+
+    optimizer: str = key(
+        "none",
+        "server optimiser; for methods whose factors keep their basis",
+        choices=("none", "fedavgm", "nesterov", "fedadam", "fedyogi", "fedadagrad"),
+    )
+    learning_rate: float = key(1.0, "step of the server optimiser", low=1e-9, high=1e3)
+    momentum: float = key(0.9, "momentum of fedavgm and nesterov", low=0.0, high=0.9999)
+    beta1: float = key(0.9, "beta1 of the adaptive ones", low=0.0, high=0.9999)
+    beta2: float = key(0.99, "beta2 of the adaptive ones", low=0.0, high=0.999999)
+    tau: float = key(
+        0.0, "adaptivity floor; 0: the median change of the first round, apart for A and B", low=0.0, high=1e3
+    )
 
 
 @dataclass(frozen=True)
@@ -154,6 +207,24 @@ class Clients:
     max_norm_ratio: float = key(
         10.0, "an update whose norm exceeds this x the running median is refused; 0: off", low=0.0
     )
+    merge: str = key(
+        "mean",
+        "how updates become one; the robust rules hold up to clients.byzantine liars and drop minorities too",
+        choices=(
+            "mean",
+            "coordinate-median",
+            "trimmed-mean",
+            "krum",
+            "multi-krum",
+            "geometric-median",
+            "centred-clipping",
+            "norm-clipping",
+        ),
+    )
+    byzantine: int = key(0, "sites that may lie, f, for a robust merge", low=0, high=100_000)
+    clip_factor: float = key(
+        1.0, "centred-clipping and norm-clipping: radius as a multiple of the median norm", low=1e-6, high=1e6
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +232,13 @@ class Compression:
     """Codec of each direction."""
 
     up: str = key("exact", "codec of updates, site to server")
-    down: str = key("exact", "codec of the state, server to site")
+    down: str = key("exact", "codec of the state, server to site: an exact one")
+    feedback: float = key(
+        0.0,
+        "decay of the residual a site keeps of what a lossy codec dropped; 0: no residual, 1: all of it",
+        low=0.0,
+        high=1.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -183,6 +260,9 @@ class Telemetry:
     """What the server writes besides the model."""
 
     report: bool = key(True, "write report.html at the end")
+    keep_updates: bool = key(
+        False, "keep every accepted update in the run folder, so that each committed state can be recomputed"
+    )
 
 
 @dataclass(frozen=True)
@@ -203,6 +283,7 @@ class Config:
     data: Data = field(default_factory=Data)
     lora: Lora = field(default_factory=Lora)
     train: Train = field(default_factory=Train)
+    server: Server = field(default_factory=Server)
     clients: Clients = field(default_factory=Clients)
     compression: Compression = field(default_factory=Compression)
     eval: Eval = field(default_factory=Eval)

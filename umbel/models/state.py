@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MODES",
     "is_tied",
+    "named_trainable",
     "read_state",
     "role_of",
     "state_tensors",
@@ -33,7 +34,8 @@ __all__ = [
 ]
 
 MODES = ("lora", "full")
-FACTORS = ("", "A", "B")
+FACTORS = ("", "A", "B", "core")
+CORES = (".lora_B.core", ".lora_B.gain")
 
 
 def read_state(model: nn.Module, mode: str) -> dict[str, np.ndarray]:
@@ -63,23 +65,33 @@ def write_state(model: nn.Module, arrays: Mapping[str, np.ndarray], mode: str) -
 def trainable_parameters(model: nn.Module, mode: str, factor: str = "") -> list[nn.Parameter]:
     """Mark exactly the trained parameters as requiring a gradient and return them in canonical order.
 
-    `factor` "A" or "B" keeps the other factor frozen (alternating and frozen-A methods); it is applied to the
-    attached adapter, so a frozen factor really stays what the server sent.
+    `factor` "A" or "B" keeps the other factor frozen (alternating and frozen-A methods), "core" trains the cores
+    between two frozen factors; it is applied to the attached adapter, so a frozen factor really stays what the
+    server sent.
     """
+    return list(named_trainable(model, mode, factor).values())
+
+
+def named_trainable(model: nn.Module, mode: str, factor: str = "") -> dict[str, nn.Parameter]:
+    """As `trainable_parameters`, by canonical name."""
     import torch
 
     if factor not in FACTORS:
         raise model_error(
-            "factor is unknown", got=factor, allowed="'', 'A', 'B'", remedy="Leave it empty for both."
+            "factor is unknown", got=factor, allowed="'', 'A', 'B', 'core'", remedy="Leave it empty for both."
         )
     frozen = {"A": "lora_B", "B": "lora_A"}.get(factor, "")
-    chosen = [
-        tensor
+    chosen = {
+        name: tensor
         for name, tensor in state_tensors(model, mode).items()
-        if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() and role_of(name) != frozen
-    ]
+        if isinstance(tensor, torch.nn.Parameter)
+        and tensor.is_floating_point()
+        and role_of(name) != frozen
+        # The gain of a single core is one factor too many.
+        and (factor != "core" or (name.endswith(CORES) and tensor.shape[0] > (1 if tensor.ndim == 1 else 0)))
+    }
     model.requires_grad_(False)
-    for parameter in chosen:
+    for parameter in chosen.values():
         parameter.requires_grad_(True)
     return chosen
 

@@ -14,7 +14,10 @@ from umbel.errors import ConfigError
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Flags of one rule. `dora`: (A, B, magnitude) averaged with the error reported, trained in phases, or refused."""
+    """Flags of one rule. `dora`: (A, B, magnitude) averaged with the error reported, trained in phases, or refused.
+
+    `server_optimizer`: the basis of the factors is fixed and no exact mean is promised, so moments make sense.
+    """
 
     heterogeneous_rank: bool = False
     secure_sums: bool = False
@@ -25,6 +28,7 @@ class Capabilities:
     global_model: bool = True
     dora: Literal["refuse", "average", "phases"] = "refuse"
     exact: bool = False
+    server_optimizer: bool = False
     joiner_needs: str = "the current state"
     note: str = ""
 

@@ -20,7 +20,18 @@ from strategies.aggregation.products import LowRank, qr_svd
 from strategies.aggregation.rules import sums
 from strategies.aggregation.rules.capabilities import Capabilities
 from strategies.aggregation.rules.common import Contribution, canonical
-from umbel.seeds import generator
+from umbel.models.seeded import probe
+
+__all__ = [
+    "CAPABILITIES",
+    "aggregate",
+    "basis",
+    "check_survivors",
+    "first_summand",
+    "from_total",
+    "probe",
+    "second_summand",
+]
 
 CAPABILITIES = Capabilities(
     heterogeneous_rank=True,
@@ -31,12 +42,6 @@ CAPABILITIES = Capabilities(
     joiner_needs="current factors; the probe follows from the round's seed",
     note="exact for k >= sum of the ranks; one more round trip",
 )
-
-
-def probe(run_seed: int, round_index: int, module: str, num_inputs: int, num_columns: int) -> np.ndarray:
-    """Return O [in, k], standard normal float32 of a counter-based stream: the same at every site and server."""
-    drawn = generator(run_seed, "fedask", round_index, module)
-    return drawn.standard_normal((num_inputs, num_columns), dtype=np.float32)
 
 
 def first_summand(contribution: Contribution, omega: np.ndarray) -> sums.Total:

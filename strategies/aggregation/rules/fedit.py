@@ -17,6 +17,7 @@ from strategies.aggregation.rules.common import Contribution, Factors, canonical
 
 CAPABILITIES = Capabilities(
     secure_sums=True,
+    server_optimizer=True,
     dora="average",
     joiner_needs="A, B",
     note="under DP the noise of A and B multiplies",

@@ -16,7 +16,12 @@ from strategies.aggregation.mean import check_weight
 from strategies.aggregation.rules import sums
 from strategies.aggregation.rules.capabilities import Capabilities
 
-CAPABILITIES = Capabilities(secure_sums=True, global_model=False, joiner_needs="A; its own B starts at 0")
+CAPABILITIES = Capabilities(
+    secure_sums=True,
+    global_model=False,
+    server_optimizer=True,
+    joiner_needs="A; its own B starts at 0",
+)
 
 
 def travelling_names(names: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from strategies.aggregation.rules.common import Factors
 CAPABILITIES = Capabilities(
     heterogeneous_rank=True,
     secure_sums=True,
+    server_optimizer=True,
     dp_linear=True,
     exact=True,
     joiner_needs="A, B (shipped), M",

@@ -17,7 +17,13 @@ from strategies.aggregation.rules.capabilities import Capabilities
 from strategies.aggregation.rules.common import Contribution, Factors, canonical, require_equal
 from umbel.errors import ConfigError
 
-CAPABILITIES = Capabilities(secure_sums=True, dp_linear=True, exact=True, joiner_needs="A_0 or its seed, B")
+CAPABILITIES = Capabilities(
+    secure_sums=True,
+    dp_linear=True,
+    exact=True,
+    server_optimizer=True,
+    joiner_needs="A_0 or its seed, B",
+)
 
 
 def travelling_names(names: Iterable[str]) -> list[str]:

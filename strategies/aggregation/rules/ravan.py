@@ -24,6 +24,7 @@ from umbel.seeds import generator
 CAPABILITIES = Capabilities(
     heterogeneous_rank=True,
     secure_sums=True,
+    server_optimizer=True,
     dp_linear=True,
     exact=True,
     joiner_needs="the seed, all cores",

@@ -17,6 +17,7 @@ from strategies.aggregation.rules.common import Contribution, Factors, canonical
 
 CAPABILITIES = Capabilities(
     secure_sums=True,
+    server_optimizer=True,
     dp_linear=True,
     exact=True,
     stale_updates=False,

@@ -122,7 +122,7 @@ def test_spool_spills_to_disk_and_keeps_the_order(tmp_path) -> None:
     for name in ("c", "a", "b"):
         spool.add(name, Entry(Reply("r", 1, 1, "x", name), 1.0, 0.0, 0, ""), name.encode() * 8)
     assert sum(e.path is not None for e in spool.ordered()) == 2
-    got = [(entry.reply.site, arrays["frame"]) for entry, arrays in spool.decoded(lambda f: {"frame": f})]
+    got = [(entry.reply.site, arrays["frame"]) for entry, arrays in spool.decoded(lambda f, _: {"frame": f})]
     assert got == [(n, n.encode() * 8) for n in ("a", "b", "c")]
     spool.close()
     assert list(tmp_path.iterdir()) == []

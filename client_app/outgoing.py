@@ -1,0 +1,81 @@
+"""From trained tensors to the frame that leaves: values or a change, with or without error feedback.
+
+With a lossy codec and `compression.feedback` > 0 the site keeps what the codec dropped and adds it to its next
+update (`compression.feedback`). The residual lies on the site's disk beside its other durable state; the server's
+instruction names what became of earlier updates, and only that moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import compression
+from compression.feedback import ErrorFeedback, frame_id
+from compression.layout import Layout
+from compression.payload import DELTA, VALUE, change, delta_layout, is_exact
+from umbel.errors import Refusal, RefusalKind
+from umbel.messages import Instruction, parse_json
+
+RESIDUAL_FILE = "residual.safetensors"
+
+
+class Encoded(NamedTuple):
+    """One encoded update; `residual_ratio` is |residual| / |change| where a residual is kept."""
+
+    frame: bytes
+    payload: str
+    residual_ratio: float | None = None
+
+
+def encode_update(
+    instruction: Instruction,
+    values: Mapping[str, np.ndarray],
+    layout: Layout,
+    received: Mapping[str, np.ndarray],
+    folder: Path,
+    *,
+    feedback: float,
+    seed: int,
+) -> Encoded:
+    """Encode what leaves (`values`, in `layout`) with the codec the instruction names.
+
+    A change is taken against exactly the bits that were `received`. Raises NonFiniteError naming a tensor, ConfigError
+    for a codec that must not carry a residual, Refusal when a tensor to be sent as a change was never received.
+    """
+    up, index, base = instruction.up, instruction.round, instruction.base
+    if is_exact(up):
+        return Encoded(compression.encode(values, layout, up, seed=seed, round_index=index, base=base), VALUE)
+    unknown = [entry.name for entry in layout.entries if entry.name not in received]
+    if unknown:
+        raise Refusal(
+            RefusalKind.REFUSED, f"the codec {up!r} encodes changes, but {unknown[0]} was never received"
+        )
+    wide = delta_layout(layout)
+    delta = change(values, received, layout)
+    if feedback <= 0:
+        return Encoded(compression.encode(delta, wide, up, seed=seed, round_index=index, base=base), DELTA)
+    kept = ErrorFeedback(
+        folder / RESIDUAL_FILE,
+        wide,
+        up,
+        key={"run": instruction.run, "site": instruction.site},
+        decay=feedback,
+    )
+    kept.settle(outcomes_by_frame(kept, instruction))
+    frame = kept.encode(delta, round_index=index, attempt=instruction.attempt, seed=seed, base=base)
+    norm = float(np.sqrt(sum(float(np.vdot(a, a)) for a in delta.values() if a.dtype.kind == "f")))
+    return Encoded(frame, DELTA, kept.norm() / norm if norm else None)
+
+
+def outcomes_by_frame(kept: ErrorFeedback, instruction: Instruction) -> dict[str, str]:
+    """Return frame id -> outcome for the outcomes of the instruction that concern a pending frame."""
+    found = {}
+    for round_index, attempt, outcome in parse_json(instruction.outcomes, "outcomes"):
+        frame = kept.pending_frame(int(round_index), int(attempt))
+        if frame is not None:
+            found[frame_id(frame)] = str(outcome)
+    return found

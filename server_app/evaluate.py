@@ -1,0 +1,83 @@
+"""Central evaluation: the served state on held-out rows that lie on the server (`eval.central-data`).
+
+    loss = sum of token losses / tokens        perplexity = exp(loss)
+
+The base model is loaded once and kept; every evaluation writes the state of its round into it. Rows at the sites
+are scored by the sites (`server_app.heldout` adds their sums): this one is for a public or agreed test set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from server_app.heldout import combine
+from server_app.start import Start
+from umbel.config import Config
+
+ROWS_A_PASS = 16
+
+
+class CentralEvaluation:
+    """Scores states on the rows of one file; raises DataError at construction when the file cannot be used."""
+
+    def __init__(self, config: Config, start: Start) -> None:
+        from umbel.data.encode import encode_rows
+        from umbel.data.formats import detect_format
+        from umbel.data.sources import load_rows
+        from umbel.models.adapter import attach
+        from umbel.models.packing import supports_packing
+        from umbel.models.source import load_model, load_tokenizer
+
+        self.config, self.settings = config, start.settings
+        rows = load_rows(config.eval.central_data)
+        if config.data.heldout_max:
+            rows = rows[: config.data.heldout_max]
+        self.rows = encode_rows(
+            rows,
+            detect_format(rows, config.data.format),
+            load_tokenizer(start.spec),
+            max_length=config.data.max_length,
+            completion_only=config.data.completion_only,
+        ).rows
+        model: Any = load_model(start.spec)
+        self.model = attach(model, start.settings) if config.train.mode == "lora" else model
+        self.packing = supports_packing(self.model)
+
+    def score(self, state: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+        """Return loss, token_accuracy, perplexity and tokens of a state; None when no token is supervised."""
+        import torch
+
+        from umbel.data.packing import pack_rows, supervised_positions
+        from umbel.models.loss import row_loss
+        from umbel.models.reshape import load_adapter
+        from umbel.models.state import write_state
+
+        if self.config.train.mode == "lora":
+            load_adapter(self.model, state, self.settings)
+        else:
+            write_state(self.model, state, "full")
+        self.model.eval()
+        sums = {"loss_sum": 0.0, "tokens": 0.0, "correct": 0.0}
+        step = ROWS_A_PASS if self.packing else 1
+        with torch.no_grad():
+            for first in range(0, len(self.rows), step):
+                for packed in pack_rows(self.rows[first : first + step], self.config.train.max_tokens):
+                    keep, targets = supervised_positions(packed)
+                    if not len(keep):
+                        continue
+                    out = row_loss(
+                        self.model, packed.input_ids, packed.position_ids, keep, targets, count_correct=True
+                    )
+                    sums["loss_sum"] += float(out.loss)
+                    sums["tokens"] += out.tokens
+                    sums["correct"] += out.correct
+        if not math.isfinite(sums["loss_sum"]):
+            return None
+        found = combine({"server": sums})
+        if found is not None:
+            found.pop("sites")
+        return found

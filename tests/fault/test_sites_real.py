@@ -1,0 +1,141 @@
+"""Faults of sites, with real processes: one federation, one run, a fault in every round; each test reads its part.
+
+round 1   starts by itself when the third site comes (F07)
+round 2   cat's app raises (F02)
+round 3   cat's process ends without a word in mid training (F03)
+round 4   cat reports a loss of NaN (F30)
+round 5   dog's SuperNode is stopped for a while (F04)
+later     cat's SuperNode is killed in training (F01); the run goes on with the rest
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.federation import Federation
+
+from server_app.checker import check_run, commits
+from umbel.faults import FaultPlan
+
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(300)]
+
+SITES = {"ant": "demo:clinic", "cat": "demo:kitchen", "dog": "demo:workshop"}
+ROUNDS, DEADLINE, GRACE = 7, 45.0, 8.0
+SETTINGS = [
+    f"run.rounds={ROUNDS}",
+    "run.seed=7",
+    "clients.minimum=3",
+    "clients.quorum=2",
+    f"clients.deadline-seconds={DEADLINE:g}",
+    f"clients.grace-seconds={GRACE:g}",
+    "train.local-steps=2",
+    "train.batch-size=2",
+    "train.threads=1",
+    "data.max-length=64",
+    "data.limit=12",
+    "eval.every=0",
+    "eval.final=false",
+    "telemetry.report=false",
+    "telemetry.keep-updates=true",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict[str, Any]:
+    """The folder and the events of the whole story."""
+    folder: Path = tmp_path_factory.mktemp("sites")
+    plan = FaultPlan(folder / "fired.jsonl")
+    plan.at("cat", round=2, point="before_train", do="raise")
+    plan.at("cat", round=3, point="mid_train", do="exit")
+    plan.at("cat", round=4, point="before_send", do="nan")
+    plan.at("dog", round=5, point="before_train", do="delay", seconds=1.0)
+    plan.at("cat", round=6, point="before_train", do="hang")
+    with Federation(folder, {}, env={"UMBEL_FAULTS": plan.to_json()}) as f:
+        f.sites = SITES
+        f.start_site("ant")
+        run_id = f.start(*SETTINGS, f"run.output-dir={folder / 'run'}")
+        f.start_site("cat")
+        # One site too few: the server waits and says nothing yet of round 1.
+        waited = [e["event"] for e in f.events()]
+        f.start_site("dog")
+        f.until(lambda e: e["event"] == "dispatched" and e["round"] == 5 and e["site"] == "dog", seconds=200)
+        f.kill("dog", signal.SIGSTOP)
+        f.until(lambda e: e["event"] == "round_opened" and e["round"] == 6, seconds=60)
+        f.kill("dog", signal.SIGCONT)
+        wait_fired(plan, "cat", 6)
+        f.kill("cat", signal.SIGKILL)
+        status = f.wait(run_id, seconds=120)
+        assert status == "finished:completed", f.log("superlink")
+        return {"folder": folder / "run", "events": f.events(), "plan": plan, "waited": waited}
+
+
+def wait_fired(plan: FaultPlan, site: str, round_index: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if any(r["fault"]["who"] == site and r["fault"]["round"] == round_index for r in plan.fired()):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the fault of {site} in round {round_index} did not fire")
+
+
+def record(run: dict[str, Any], index: int) -> dict[str, Any]:
+    return next(r for r in commits(run["events"]) if r["round"] == index)
+
+
+def test_every_planned_fault_fired(run) -> None:
+    assert run["plan"].unfired() == []
+
+
+def test_f07_the_run_starts_by_itself_when_the_missing_site_comes(run) -> None:
+    assert "round_opened" not in run["waited"]
+    joined = [e["site"] for e in run["events"] if e["event"] == "site_joined"]
+    assert joined[:3] == ["ant", "cat", "dog"]
+    assert record(run, 1)["selected"] == ["ant", "cat", "dog"]
+    assert [a["site"] for a in record(run, 1)["accepted"]] == ["ant", "cat", "dog"]
+
+
+def test_f02_an_app_that_raises_is_named_with_kind_and_place_and_without_data(run) -> None:
+    rejected = {r["site"]: r for r in record(run, 2)["rejected"]}
+    assert rejected["cat"]["kind"] == "exception"
+    assert "InjectedFault at faults.py" in rejected["cat"]["reason"]
+    assert [a["site"] for a in record(run, 2)["accepted"]] == ["ant", "dog"]
+
+
+def test_f03_an_app_that_dies_costs_its_update_and_no_more_time_than_allowed(run) -> None:
+    third = record(run, 3)
+    assert [a["site"] for a in third["accepted"]] == ["ant", "dog"]
+    assert third["seconds"]["total"] <= DEADLINE + 5
+    assert "cat" in [r["site"] for r in third["rejected"]] + third["missing"]
+
+
+def test_f30_a_loss_that_is_no_number_is_refused(run) -> None:
+    rejected = {r["site"]: r for r in record(run, 4)["rejected"]}
+    assert rejected["cat"]["kind"] == "non_finite"
+
+
+def test_f04_a_stopped_node_is_late_or_in_time_and_counts_once(run) -> None:
+    fifth = record(run, 5)
+    assert "dog" in fifth["missing"]
+    late = [e for e in run["events"] if e["event"] == "update_rejected" and e["site"] == "dog" and e["late"]]
+    assert [e["round"] for e in late] in ([5], [])
+    counted = [a["of_round"] for r in commits(run["events"]) for a in r["accepted"] if a["site"] == "dog"]
+    assert len(counted) == len(set(counted))
+    # It is back: its update of a later round counts.
+    assert max(counted) >= 6
+
+
+def test_f01_a_killed_node_is_named_by_institution_and_the_run_goes_on(run) -> None:
+    sixth = record(run, 6)
+    assert sixth["seconds"]["total"] <= DEADLINE + 5
+    assert "cat" in sixth["missing"] + [r["site"] for r in sixth["rejected"]]
+    assert [a["site"] for a in sixth["accepted"]] == ["ant", "dog"]
+    assert len(commits(run["events"])) == ROUNDS
+
+
+def test_the_offline_checker_recomputes_every_state(run) -> None:
+    """I1 to I7, every committed state recomputed from its updates."""
+    assert check_run(run["folder"]) == []

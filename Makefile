@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test check format bench chaos clean
 
 help:
 	@echo "make demo      three institutions fine-tune a 135M-parameter model together (about 5 minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make check     format, lint, types, import rules, spelling"
 	@echo "make install   the set-up alone"
 	@echo "make bench     benchmarks (long)"
+	@echo "make chaos     long fault scenarios with real processes (about an hour)"
 
 install: $(STAMP)
 
@@ -49,6 +50,10 @@ format: install
 bench: install
 	$(BIN)/python -m benchmarks.codecs --json
 	$(BIN)/python -m benchmarks.lora_exactness --json
+
+chaos: install
+	$(BIN)/python -m benchmarks.chaos --minutes 10 --json
+	UMBEL_NIGHTLY=1 $(BIN)/python -m pytest tests/fault/test_nightly_real.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,8 @@ class Bench(Federation):
     def umbel(self, *settings: str) -> list[dict[str, Any]]:
         """Run Umbel and return the run's events."""
         run = self.folder / "run"
-        self.finished(self.start(*settings, f"run.output-dir={run}"))
+        run_id = self.start(*settings, f"run.output-dir={run}")
+        self.finished(run_id, run / "events.jsonl", '"run_finished"', 1)
         return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
     def plain(self, numel: int, **settings: Any) -> list[tuple[float, str, int]]:
@@ -198,12 +200,21 @@ class Bench(Federation):
         settings["stamps"] = str(stamps)
         toml = self.folder / "plain.toml"
         toml.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
-        self.finished(start_run(plain_app(self.folder, numel), CONNECTION, toml, env=self.env))
+        run_id = start_run(plain_app(self.folder, numel), CONNECTION, toml, env=self.env)
+        self.finished(run_id, stamps, " commit ", settings["num-server-rounds"])
         lines = [line.split() for line in stamps.read_text().splitlines()]
         return [(float(t), what, int(r)) for t, what, r in lines]
 
-    def finished(self, run_id: str) -> None:
-        status = self.wait(run_id, seconds=900)
+    def finished(self, run_id: str, path: Path, mark: str, count: int) -> None:
+        """Wait for `count` marks in a file: asking Flower would cost a core, as each question is a process."""
+        deadline, ask = time.monotonic() + 900.0, time.monotonic() + 60.0
+        while not path.exists() or path.read_text().count(mark) < count:
+            time.sleep(0.25)
+            if time.monotonic() > ask:
+                ask = time.monotonic() + 60.0
+                if str(self.facts(run_id).get("status", "")).startswith("finished") or ask > deadline:
+                    break
+        status = self.wait(run_id, seconds=60)
         if status != "finished:completed":
             raise SystemExit(f"{self.site}: {status}\n{self.log('one')}\n{self.log('superlink')}")
 

@@ -11,6 +11,7 @@ travel exactly. Both sides compute the grouping from (layout, policy), so a fram
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from compression.layout import FLOAT_DTYPES, Layout, Role, TensorSpec
@@ -37,7 +38,7 @@ class Policy:
         """The text that goes into a frame: floats in hex."""
         return self._render(Pipeline.wire)
 
-    def _render(self, show) -> str:
+    def _render(self, show: Callable[[Pipeline], str]) -> str:
         if len(self.rules) == 1 and self.rules[0][0] == "*":
             parts = [show(self.rules[0][1])]
         else:

@@ -20,7 +20,9 @@ import numpy as np
 
 from compression.kernels.ref_ecsq import HISTOGRAM_BINS
 
-THETAS = (0.5, 0.42, 0.35, 0.28)
+# (below this many bits, rounding offset): the optimum is flat, and moves from plain rounding towards a wide
+# dead zone
+THETAS = ((0.6, 0.28), (1.5, 0.35), (3.0, 0.42), (float("inf"), 0.5))
 MAX_SYMBOL = 127
 # what a block costs besides its symbols: frequency table, states, length field (bits)
 _BLOCK_BITS = 8 * (2 + 32 + 4)
@@ -160,9 +162,7 @@ class RateModel:
         return RateModel(self.counts.sum(axis=0, keepdims=True)) if self.counts.shape[0] > 1 else self
 
     def best_for_bits(self, bits: float, theta: float | None = None) -> tuple[float, float]:
-        """(step, theta) with the least NMSE at the rate; theta is searched unless given."""
+        """(step, theta) for the rate; theta follows from the rate unless given."""
         if theta is None:
-            whole = self._merged()
-            options = [(whole.step_for_bits(bits, t), t) for t in THETAS]
-            theta = min(options, key=lambda option: whole.predict(*option).nmse)[1]
+            theta = next(value for limit, value in THETAS if bits < limit)
         return self.step_for_bits(bits, theta), theta

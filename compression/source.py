@@ -19,6 +19,11 @@ from compression.kernels import kernels
 from compression.layout import DTYPES, TensorSpec
 
 
+def contiguous_parts(entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Each array as a contiguous 1-D array of its entry's dtype; copies only what is not so already."""
+    return [np.ascontiguousarray(a, DTYPES[e.dtype]).reshape(-1) for e, a in zip(entries, arrays)]
+
+
 class Places:
     """Where each entry lies in the padded vector. `starts[i]` is its first element, `numel` the padded
     length."""
@@ -62,7 +67,7 @@ class Source(Places):
 
     def __init__(self, entries: Sequence[TensorSpec], arrays: Sequence[np.ndarray], align: int = 1) -> None:
         super().__init__(entries, align)
-        self.parts = [np.ascontiguousarray(a, DTYPES[e.dtype]).reshape(-1) for e, a in zip(entries, arrays)]
+        self.parts = contiguous_parts(entries, arrays)
 
     def segment(self, start: int, stop: int) -> np.ndarray:
         """float32 values of the padded elements [start, stop); read-only by contract."""

@@ -135,19 +135,14 @@ class UmbelStrategy(Strategy):
                 got=name,
                 allowed="'fedavg' for full training",
             )
-        plain = name in ("fedavg", "fedit")
-        for key, got, wanted in (
-            ("clients.merge", config.clients.merge, "mean"),
-            ("telemetry.keep-updates", config.telemetry.keep_updates, False),
-        ):
-            if got != wanted and not plain:
-                raise ConfigError(
-                    key,
-                    f"is made for methods whose sites all send the whole adapter, not for {name}",
-                    got=got,
-                    allowed=repr(wanted),
-                    remedy="Use run.method = 'fedit' with it.",
-                )
+        if config.telemetry.keep_updates and name not in ("fedavg", "fedit"):
+            raise ConfigError(
+                "telemetry.keep-updates",
+                f"is made for methods whose sites all send the whole adapter, not for {name}",
+                got=True,
+                allowed="false",
+                remedy="Use run.method = 'fedit' with it.",
+            )
         server_optimizer.check(config, self.capabilities)
 
     def initial(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

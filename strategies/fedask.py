@@ -65,6 +65,8 @@ class FedASK(UmbelStrategy):
     ) -> dict[str, Order]:
         """As the base; an evaluation gets the factors."""
         self._training = training
+        # What a second stage projects on, after a restart too; a first stage takes as many columns as it needs.
+        self._columns = max((a.shape[1] for n, a in state.items() if n.endswith(SKETCH_OUT)), default=0)
         if not training:
             state = {n: a for n, a in state.items() if n.endswith((A, B))}
         return super().orders(state, seats, commits, training=training)
@@ -73,11 +75,8 @@ class FedASK(UmbelStrategy):
         """Factors down and Y up, then Q down and P up."""
         if not self._training:
             return Exchange()
-        columns = self.config.lora.sketch or seat.cohort * self.config.lora.rank
-        if commits % 2:
-            columns = self._columns
-        self._columns = columns
-        return exchange_of(self.config, commits, sketch=columns)
+        wanted = self.config.lora.sketch or seat.cohort * self.config.lora.rank
+        return exchange_of(self.config, commits, sketch=self._columns or wanted)
 
     def measured(
         self, update: Mapping[str, np.ndarray], order: Order

@@ -103,7 +103,7 @@ def from_record(kind: type, record: Any) -> Any:
             raise MessageError(
                 f"{kind.__name__}.{name} must be {expected.__name__}, got {type(value).__name__}"
             )
-        if expected is str and len(value) > MAX_TEXT_CHARS:
+        if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
             raise MessageError(
                 f"{kind.__name__}.{name} has {len(value)} characters, more than {MAX_TEXT_CHARS}"
             )

@@ -204,12 +204,12 @@ def _lm_decode(scales, scale_bits, packed, block, levels, out):
     return -1
 
 
-def sign_encode(x, block, counts, means, packed) -> int:
+def sign_encode(x: np.ndarray, block: int, counts: np.ndarray, means: np.ndarray, packed: np.ndarray) -> int:
     """See `ref_bits.sign_encode`."""
     return _sign_encode(x, x.view(np.uint32), block, counts, means, means.view(np.uint32), packed)
 
 
-def sign_decode(means, packed, block, out) -> int:
+def sign_decode(means: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> int:
     """See `ref_bits.sign_decode`."""
     return _sign_decode(means, means.view(np.uint32), packed, block, out)
 
@@ -218,7 +218,7 @@ def _turn_key(seed: int, turn: int) -> np.uint32:
     return np.uint32(stream_key(seed, turn) & 0xFFFFFFFF)
 
 
-def rotate(x, block, rounds, start, seed) -> np.ndarray:
+def rotate(x: np.ndarray, block: int, rounds: int, start: int, seed: int) -> np.ndarray:
     """See `ref_bits.rotate`."""
     y = x.copy()
     for turn in range(rounds):
@@ -227,7 +227,7 @@ def rotate(x, block, rounds, start, seed) -> np.ndarray:
     return y.reshape(-1, block)
 
 
-def rotate_back(rows, rounds, start, seed) -> np.ndarray:
+def rotate_back(rows: np.ndarray, rounds: int, start: int, seed: int) -> np.ndarray:
     """See `ref_bits.rotate_back`; works in place."""
     y = rows.reshape(-1)
     for turn in reversed(range(rounds)):
@@ -236,12 +236,20 @@ def rotate_back(rows, rounds, start, seed) -> np.ndarray:
     return rows
 
 
-def lm_encode(y, block, levels, cuts, unbiased, scales, packed) -> int:
+def lm_encode(
+    y: np.ndarray,
+    block: int,
+    levels: np.ndarray,
+    cuts: np.ndarray,
+    unbiased: bool,
+    scales: np.ndarray,
+    packed: np.ndarray,
+) -> int:
     """See `ref_bits.lm_encode`."""
     flat, index = y.reshape(-1), np.empty(block, np.uint8)
     return _lm_encode(flat, block, levels, cuts, unbiased, scales, scales.view(np.uint32), index, packed)
 
 
-def lm_decode(scales, packed, block, levels, out) -> int:
+def lm_decode(scales: np.ndarray, packed: np.ndarray, block: int, levels: np.ndarray, out: np.ndarray) -> int:
     """See `ref_bits.lm_decode`."""
     return _lm_decode(scales, scales.view(np.uint32), packed, block, levels, out)

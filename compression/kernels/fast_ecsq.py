@@ -259,17 +259,24 @@ def _rans_decode(words, x, table, values, out):
     return np.int64(position)
 
 
-def log_histogram(x, counts) -> int:
+def log_histogram(x: np.ndarray, counts: np.ndarray) -> int:
     """See `ref_ecsq.log_histogram`."""
     return _log_histogram(x.view(np.uint32), counts)
 
 
-def ecsq_quantise(x, step, theta, symbols, counts, sums) -> int:
+def ecsq_quantise(
+    x: np.ndarray,
+    step: np.float32,
+    theta: np.float32,
+    symbols: np.ndarray,
+    counts: np.ndarray,
+    sums: np.ndarray,
+) -> int:
     """See `ref_ecsq.ecsq_quantise`."""
     return _quantise(x, x.view(np.uint32), step, theta, symbols, counts, sums)
 
 
-def rans_encode(symbols, freqs, states, words) -> int:
+def rans_encode(symbols: np.ndarray, freqs: np.ndarray, states: np.ndarray, words: np.ndarray) -> int:
     """See `ref_ecsq.rans_encode`. x // f is (x * ceil(2^44 / f)) >> 44, exact for x < f * 2^20, f <= 2^12."""
     f = freqs.astype(np.uint64)
     used = np.maximum(f, _ONE)
@@ -283,7 +290,9 @@ def rans_encode(symbols, freqs, states, words) -> int:
     return first
 
 
-def rans_decode(words, states, table, values, out) -> int:
+def rans_decode(
+    words: np.ndarray, states: np.ndarray, table: np.ndarray, values: np.ndarray, out: np.ndarray
+) -> int:
     """See `ref_ecsq.rans_decode`."""
     if (states < 65536).any():
         return -1

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from compression.kernels.jit import kernel
 
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds half to even, for |v| < 2^22
 _INF, _ABS, _TINY = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF), np.uint32(0x00800000)
+_HIGH = np.uint32(0xFFFF0000)
+_local = threading.local()
 _M1, _M2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _U15, _U16 = np.uint32(15), np.uint32(16)
 _ONE, _TWO, _HALF17 = np.float32(1), np.float32(2), np.float32(2.0**-17)
 
-_SCALE_ARGS = "in:float32, in:uint32, int64, float32, float32[::1], uint32[::1]"
+_STATUS = "int64(in:float32, in:uint32, int64, float32, uint16[::1], int8[::1]"
 
 
-@kernel(f"int64({_SCALE_ARGS}, uint16[::1], int8[::1])")
-def _encode8(x, bits, block, levels, cell, cell_bits, words, q):
+@kernel(f"{_STATUS})")
+def _encode(x, bits, block, levels, words, q):
     for b in range(words.size):
         part = bits[b * block : (b + 1) * block]
         xb = x[b * block : (b + 1) * block]
@@ -26,28 +30,25 @@ def _encode8(x, bits, block, levels, cell, cell_bits, words, q):
             top = max(top, part[i] & _ABS)
         if top >= _INF:
             return 2 * b
-        cell_bits[0] = top
-        biggest = cell[0]
-        cell[0] = biggest / levels
-        cell_bits[0] = (cell_bits[0] + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-        if biggest > cell[0] * levels:
-            cell_bits[0] += np.uint32(0x10000)
-        if cell_bits[0] < _TINY:
+        biggest = np.uint32(top).view(np.float32)
+        word = np.uint32((np.float32(biggest / levels).view(np.uint32) + np.uint32(0xFFFF)) & _HIGH)
+        if biggest > np.uint32(word).view(np.float32) * levels:  # the division had rounded down
+            word = np.uint32(word + np.uint32(0x10000))
+        if word < _TINY:
             words[b] = np.uint16(0)
             qb[:] = 0
             continue
-        s = cell[0]
-        words[b] = np.uint16(cell_bits[0] >> _U16)
-        cell[0] = s * levels
-        if cell_bits[0] >= _INF:
+        s = np.uint32(word).view(np.float32)
+        if np.float32(s * levels).view(np.uint32) >= _INF:
             return 2 * b + 1
+        words[b] = np.uint16(word >> _U16)
         for i in range(block):
             qb[i] = np.int8(np.int32((xb[i] / s + _MAGIC) - _MAGIC))
     return -1
 
 
-@kernel(f"int64({_SCALE_ARGS}, uint16[::1], int8[::1], uint32, uint32)")
-def _encode8_sr(x, bits, block, levels, cell, cell_bits, words, q, start, key):
+@kernel(f"{_STATUS}, uint32, uint32)")
+def _encode_sr(x, bits, block, levels, words, q, start, key):
     for b in range(words.size):
         part = bits[b * block : (b + 1) * block]
         xb = x[b * block : (b + 1) * block]
@@ -57,21 +58,18 @@ def _encode8_sr(x, bits, block, levels, cell, cell_bits, words, q, start, key):
             top = max(top, part[i] & _ABS)
         if top >= _INF:
             return 2 * b
-        cell_bits[0] = top
-        biggest = cell[0]
-        cell[0] = biggest / levels
-        cell_bits[0] = (cell_bits[0] + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-        if biggest > cell[0] * levels:
-            cell_bits[0] += np.uint32(0x10000)
-        if cell_bits[0] < _TINY:
+        biggest = np.uint32(top).view(np.float32)
+        word = np.uint32((np.float32(biggest / levels).view(np.uint32) + np.uint32(0xFFFF)) & _HIGH)
+        if biggest > np.uint32(word).view(np.float32) * levels:
+            word = np.uint32(word + np.uint32(0x10000))
+        if word < _TINY:
             words[b] = np.uint16(0)
             qb[:] = 0
             continue
-        s = cell[0]
-        words[b] = np.uint16(cell_bits[0] >> _U16)
-        cell[0] = s * levels
-        if cell_bits[0] >= _INF:
+        s = np.uint32(word).view(np.float32)
+        if np.float32(s * levels).view(np.uint32) >= _INF:
             return 2 * b + 1
+        words[b] = np.uint16(word >> _U16)
         base = np.uint32(start + np.uint32(b * block))
         for i in range(block):
             h = np.uint32(np.uint32(base + np.uint32(i)) ^ key)
@@ -137,27 +135,21 @@ def _unpack2(packed, block, q):
             q3[j] = np.int8((((src[j] >> 6) & 3) ^ 2) - 2)
 
 
-_CHECK = "in:uint16, in:int8, int64, int64, float32, float32[::1], uint32[::1]"
-
-
-@kernel(f"int64({_CHECK}, float32[::1])")
-def _decode(words, q, block, lowest, levels, cell, cell_bits, out):
+@kernel("int64(in:uint16, in:int8, int64, int64, float32, float32[::1])")
+def _decode(words, q, block, lowest, levels, out):
     for b in range(words.size):
         qb = q[b * block : (b + 1) * block]
         least, most = np.int8(0), np.int8(0)
         for i in range(block):
             least = min(least, qb[i])
             most = max(most, qb[i])
-        cell_bits[0] = np.uint32(words[b]) << _U16
-        s = cell[0]
+        word = np.uint32(np.uint32(words[b]) << _U16)
+        s = np.uint32(word).view(np.float32)
         if words[b] == 0:
             if least != 0 or most != 0:
                 return 2 * b
-        else:
-            wrong = cell_bits[0] < _TINY
-            cell[0] = s * levels
-            if wrong or cell_bits[0] >= _INF:
-                return 2 * b
+        elif word < _TINY or np.float32(s * levels).view(np.uint32) >= _INF:  # also negative ones and NaN
+            return 2 * b
         if least <= lowest:
             return 2 * b + 1
         ob = out[b * block : (b + 1) * block]
@@ -166,11 +158,10 @@ def _decode(words, q, block, lowest, levels, cell, cell_bits, out):
     return -1
 
 
-@kernel("void(in:uint16, in:int8, int64, float32[::1], uint32[::1], float64[::1], float64)")
-def _accumulate8(words, q, block, cell, cell_bits, out, weight):
+@kernel("void(in:uint16, in:int8, int64, float64[::1], float64)")
+def _accumulate8(words, q, block, out, weight):
     for b in range(words.size):
-        cell_bits[0] = np.uint32(words[b]) << _U16
-        s = cell[0]
+        s = np.uint32(np.uint32(words[b]) << _U16).view(np.float32)
         qb = q[b * block : (b + 1) * block]
         ob = out[b * block : (b + 1) * block]
         for i in range(block):
@@ -209,9 +200,12 @@ def _axpy(values, out, weight):
         out[i] += weight * np.float64(values[i])
 
 
-def _cell() -> tuple[np.ndarray, np.ndarray]:
-    cell = np.zeros(1, np.float32)
-    return cell, cell.view(np.uint32)
+def _symbols(size: int) -> np.ndarray:
+    """A buffer of this thread for the unpacked symbols of one segment; fresh pages cost more than the
+    packing."""
+    if getattr(_local, "q", np.empty(0)).size < size:
+        _local.q = np.empty(size, np.int8)
+    return _local.q[:size]
 
 
 def axpy(values: np.ndarray, out: np.ndarray, weight: float) -> None:
@@ -219,36 +213,42 @@ def axpy(values: np.ndarray, out: np.ndarray, weight: float) -> None:
     _axpy(values, out, weight)
 
 
-def int_encode(x, block, bits, stochastic, start, key, words, packed) -> int:
+def int_encode(
+    x: np.ndarray,
+    block: int,
+    bits: int,
+    stochastic: bool,
+    start: int,
+    key: int,
+    words: np.ndarray,
+    packed: np.ndarray,
+) -> int:
     """See `ref_int.int_encode`."""
-    cell, cell_bits = _cell()
     levels = np.float32((1 << (bits - 1)) - 1)
-    q = packed.view(np.int8) if bits == 8 else np.empty(x.size, np.int8)
-    args = (x, x.view(np.uint32), block, levels, cell, cell_bits, words, q)
+    q = packed.view(np.int8) if bits == 8 else _symbols(x.size)
+    args = (x, x.view(np.uint32), block, levels, words, q)
     if stochastic:
-        status = _encode8_sr(*args, np.uint32(start & 0xFFFFFFFF), np.uint32(key & 0xFFFFFFFF))
+        status = _encode_sr(*args, np.uint32(start & 0xFFFFFFFF), np.uint32(key & 0xFFFFFFFF))
     else:
-        status = _encode8(*args)
-    if bits == 4:
-        _pack4(q, block, packed)
-    elif bits == 2:
-        _pack2(q, block, packed)
+        status = _encode(*args)
+    if bits != 8:
+        (_pack4 if bits == 4 else _pack2)(q, block, packed)
     return status
 
 
-def int_decode(packed, words, block, bits, out) -> int:
+def int_decode(packed: np.ndarray, words: np.ndarray, block: int, bits: int, out: np.ndarray) -> int:
     """See `ref_int.int_decode`."""
-    cell, cell_bits = _cell()
     if bits == 8:
         q = packed.view(np.int8)
     else:
-        q = np.empty(out.size, np.int8)
+        q = _symbols(out.size)
         (_unpack4 if bits == 4 else _unpack2)(packed, block, q)
     levels = (1 << (bits - 1)) - 1
-    return _decode(words, q, block, -levels - 1, np.float32(levels), cell, cell_bits, out)
+    return _decode(words, q, block, -levels - 1, np.float32(levels), out)
 
 
-def int8_accumulate(packed, words, block, out, weight) -> None:
+def int8_accumulate(
+    packed: np.ndarray, words: np.ndarray, block: int, out: np.ndarray, weight: float
+) -> None:
     """See `ref_int.int8_accumulate`."""
-    cell, cell_bits = _cell()
-    _accumulate8(words, packed.view(np.int8), block, cell, cell_bits, out, weight)
+    _accumulate8(words, packed.view(np.int8), block, out, weight)

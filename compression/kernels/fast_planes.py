@@ -24,7 +24,7 @@ def _join2(low, high, out):
         out[i] = np.uint16((turned >> 1) | (turned << 15))
 
 
-def split_planes(word) -> np.ndarray:
+def split_planes(word: np.ndarray) -> np.ndarray:
     """See `ref_planes.split_planes`."""
     if word.dtype.itemsize != 2:
         return ref_planes.split_planes(word)
@@ -33,7 +33,7 @@ def split_planes(word) -> np.ndarray:
     return planes
 
 
-def join_planes(planes, out) -> None:
+def join_planes(planes: list[np.ndarray], out: np.ndarray) -> None:
     """See `ref_planes.join_planes`."""
     if out.dtype.itemsize != 2:
         ref_planes.join_planes(planes, out)

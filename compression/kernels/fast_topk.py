@@ -130,7 +130,7 @@ def rice_decode(data, r, keep, limits, index):
     return 0
 
 
-def topk_select(x, block, keep, index) -> None:
+def topk_select(x: np.ndarray, block: int, keep: np.ndarray, index: np.ndarray) -> None:
     """See `ref_topk.topk_select`."""
     _select(x.view(np.int32), block, keep, index)
 
@@ -176,14 +176,14 @@ def _level_sums(kept, sums):
     sums[0], sums[1], sums[2], sums[3] = mean, low, high, num_high
 
 
-def gaps_of(index, keep) -> np.ndarray:
+def gaps_of(index: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """See `ref_topk.gaps_of`."""
     gaps = np.empty(index.size, np.int64)
     _gaps(index, keep, gaps)
     return gaps
 
 
-def level_sums(kept) -> tuple[float, float, float, int]:
+def level_sums(kept: np.ndarray) -> tuple[float, float, float, int]:
     """See `ref_topk.level_sums`."""
     sums = np.empty(4)
     _level_sums(kept, sums)

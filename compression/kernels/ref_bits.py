@@ -110,7 +110,15 @@ def rotate_back(rows: np.ndarray, rounds: int, start: int, seed: int) -> np.ndar
     return rows
 
 
-def lm_encode(y, block, levels, cuts, unbiased, scales, packed) -> int:
+def lm_encode(
+    y: np.ndarray,
+    block: int,
+    levels: np.ndarray,
+    cuts: np.ndarray,
+    unbiased: bool,
+    scales: np.ndarray,
+    packed: np.ndarray,
+) -> int:
     """Nearest Lloyd-Max level of y * sqrt(B) / ||y|| per block; `packed` holds the bit planes, sign plane
     last.
 
@@ -142,7 +150,7 @@ def lm_encode(y, block, levels, cuts, unbiased, scales, packed) -> int:
     return -1
 
 
-def lm_decode(scales, packed, block, levels, out) -> int:
+def lm_decode(scales: np.ndarray, packed: np.ndarray, block: int, levels: np.ndarray, out: np.ndarray) -> int:
     """Rotated values q * scale into `out` (float32). Returns -1 or the first block with a bad scale."""
     planes = packed.reshape(scales.size, -1, block // 8)
     num_planes = planes.shape[1]

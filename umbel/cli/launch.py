@@ -17,6 +17,7 @@ from pathlib import Path
 from umbel.cli.bundle import make_bundle
 from umbel.cli.flower import (
     CONNECTION,
+    FlowerError,
     LocalSuperLink,
     flower_env,
     run_facts,
@@ -194,7 +195,16 @@ def supervise(
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run `once`; when it fails for a reason that may pass, run it again from its checkpoint, with back-off."""
-    code = once(config)
+
+    def attempt_once(ready: Config) -> int:
+        try:
+            return once(ready)
+        except FlowerError as error:
+            # A SuperLink that is down refuses the submission: as passing a reason as any.
+            say(str(error))
+            return error.exit_code
+
+    code = attempt_once(config)
     for attempt in range(1, restarts + 1):
         # Wrong settings and data do not mend themselves; 130 is a person at the keyboard.
         if code in (0, 65, 78, 130):
@@ -202,5 +212,5 @@ def supervise(
         wait = min(300.0, 5.0 * 2 ** (attempt - 1))
         say(f"the run ended with {code}; restart {attempt} of {restarts} from its checkpoint in {wait:.0f} s")
         sleep(wait)
-        code = once(dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto")))
+        code = attempt_once(dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto")))
     return code

@@ -85,6 +85,19 @@ def run(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="a recipe's path or name")],
+    overrides: Overrides = None,
+    methods: Annotated[str, typer.Option(help="methods to plan, comma separated; default: the recipe's")] = "",
+    json: Annotated[bool, typer.Option("--json", help="one JSON object, or a list of several")] = False,
+) -> None:
+    """Tell what a run will move and hold: bytes a round and site, parameters, memory. Nothing is loaded."""
+    from umbel.cli.plan import plan as plan_run
+
+    raise typer.Exit(plan_run(recipe_path(recipe), overrides, methods, as_json=json, say=say))
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes with their first comment line."""
     for path in sorted(recipes_folder().glob("*.toml")):

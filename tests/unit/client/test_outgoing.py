@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.scripted import Script, died, make_bench, silent, wrap_bytes
 
 import compression
 from client_app.outgoing import encode_update
 from compression import Layout
 from compression.payload import decode_update
-from support.scripted import Script, died, make_bench, silent, wrap_bytes
 from umbel.messages import CONTROL_RECORD, Instruction, from_record
 
 SPEC = "topk(4096,64)|sign2|rice"
@@ -31,7 +31,9 @@ def test_applied_plus_residual_is_the_sum_of_changes(tmp_path) -> None:
     applied, wanted, outcomes = np.zeros((128, 64)), np.zeros((128, 64)), []
     for index, fate in enumerate(fates, start=1):
         update = rng.normal(size=(128, 64)).astype(np.float32)
-        got = encode_update(order(index, outcomes), {"w": update}, layout, base, tmp_path, feedback=1.0, seed=index)
+        got = encode_update(
+            order(index, outcomes), {"w": update}, layout, base, tmp_path, feedback=1.0, seed=index
+        )
         assert got.payload == "delta"
         outcomes.append([index, 1, fate])
         decoded = decode_update(got.frame, layout, SPEC, base)["w"]
@@ -40,8 +42,10 @@ def test_applied_plus_residual_is_the_sum_of_changes(tmp_path) -> None:
     from compression.feedback import ErrorFeedback
     from compression.payload import delta_layout
 
-    kept = ErrorFeedback(tmp_path / "residual.safetensors", delta_layout(layout), SPEC, key={"run": "r", "site": "a"})
-    kept.settle({sha: "applied" for sha in kept.pending})
+    kept = ErrorFeedback(
+        tmp_path / "residual.safetensors", delta_layout(layout), SPEC, key={"run": "r", "site": "a"}
+    )
+    kept.settle(dict.fromkeys(kept.pending, "applied"))
     total = applied + kept.residual["w"].reshape(128, 64)
     assert np.abs(total - wanted).max() <= 1e-5
 

@@ -26,7 +26,7 @@ from umbel.models.names import role_of
 from umbel.models.state import numpy_dtype
 
 GAIN = ".lora_B.gain"
-OWN, KEPT = "own/", "kept/"
+OWN, KEPT, HELD = "own/", "kept/", "held/"
 
 
 def layouts(site_model: Any, settings: LoraSettings, exchange: Exchange) -> tuple[Layout, Layout]:
@@ -81,6 +81,7 @@ def complete(
                 f"{short(exchange.frozen_crc)}: the versions of numpy or the settings differ",
             )
         found.update(drawn)
+    found.update(held(site_model, exchange, remembered))
     for m in site_model.modules:
         for factor in exchange.own:
             name = m.name + SUFFIXES[factor]
@@ -95,6 +96,19 @@ def complete(
                 RefusalKind.REFUSED,
                 "the first stage of this round was not done here; waiting for the next round",
             )
+    return found
+
+
+def held(
+    site_model: Any, exchange: Exchange, remembered: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the factors this site was not sent because it has them; raises Refusal when it has other ones."""
+    names = [m.name + SUFFIXES[f] for m in site_model.modules for f in exchange.stored]
+    found = {n: remembered[HELD + n] for n in names if HELD + n in remembered}
+    if names and (len(found) < len(names) or state_crc(found) != exchange.frozen_crc):
+        raise Refusal(
+            RefusalKind.REFUSED, "the frozen factors of the last round are not here any more; they must be sent again"
+        )
     return found
 
 
@@ -121,14 +135,18 @@ def outgoing(
 
 
 def start_of(
-    site_model: Any, settings: LoraSettings, exchange: Exchange, received: Mapping[str, np.ndarray]
+    site_model: Any,
+    settings: LoraSettings,
+    exchange: Exchange,
+    received: Mapping[str, np.ndarray],
+    remembered: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Return what a change is taken against, as the server knows it too: zero for a tensor without a past."""
     if exchange == Exchange():
         return dict(received)
     up = exchange.up.tensors(site_model.modules, numpy_dtype(settings.dtype))
     segment = exchange.up.pick(received, site_model.modules) if exchange.up.part[1] else {}
-    return {**up, **received, **segment}
+    return {**up, **received, **held(site_model, exchange, remembered), **segment}
 
 
 def _sketch(
@@ -153,8 +171,10 @@ def _sketch(
 
 def kept(exchange: Exchange, trained: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the trained tensors that stay on this site's disk."""
-    suffixes = tuple(SUFFIXES[f] for f in exchange.own)
-    found = {OWN + n: a for n, a in trained.items() if suffixes and n.endswith(suffixes)}
+    found = {}
+    for prefix, factors in ((OWN, exchange.own), (HELD, exchange.hold)):
+        suffixes = tuple(SUFFIXES[f] for f in factors)
+        found.update({prefix + n: a for n, a in trained.items() if suffixes and n.endswith(suffixes)})
     if exchange.keep:
         found.update({KEPT + n: a for n, a in trained.items()})
     return found

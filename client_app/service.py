@@ -226,7 +226,7 @@ class Service:
                 instruction,
                 drill.spoil(update),
                 layouts(model, settings, exchange)[1],
-                start_of(model, settings, exchange, received),
+                start_of(model, settings, exchange, received, snapshot.arrays),
                 state.folder,
                 feedback=float(directives.get("feedback", 0.0)),
                 seed=derive_seed(int(directives.get("codec_seed", 0)), site.name),

@@ -102,7 +102,7 @@ def in_order(events: list[dict[str, Any]], standing: list[dict[str, Any]]) -> li
 
 def bounded(events: list[dict[str, Any]], standing: list[dict[str, Any]]) -> list[str]:
     """I6: what is still waited for was asked in a round young enough to be of use."""
-    config = next((e["config"] for e in events if e["event"] == "run_started"), {})
+    config: dict = next((e["config"] for e in events if e["event"] == "run_started"), {})
     reach = int(config.get("clients.late-rounds", 2))
     asked = Counter[int]()
     for e in events:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,22 +90,31 @@ class Mailbox:
                 )
         return failed
 
-    def poll(self, wanted: Callable[[Parcel], bool] = lambda parcel: True) -> list[Delivery]:
-        """Return what has arrived for parcels in flight; never waits for one that has not."""
+    def poll(self, wanted: Callable[[Parcel], bool] = lambda parcel: True) -> Iterator[Delivery]:
+        """Yield what has arrived for parcels in flight; never waits for one that has not.
+
+        Replies are taken over one at a time, as the caller comes to them, so that those of many sites never lie in
+        memory together.
+        """
         for message_id, parcel in list(self._open.items()):
-            if message_id in self._pulling or not wanted(parcel):
+            if message_id in self._pulling or message_id not in self._open or not wanted(parcel):
                 continue
             if not self._threaded:
                 self._pull(message_id)
+                yield from self._hand_out(wanted)
             elif len(self._pulling) < PULL_THREADS:
                 self._pulling.add(message_id)
                 threading.Thread(
                     target=self._pull, args=(message_id,), daemon=True, name="umbel-pull"
                 ).start()
+        yield from self._hand_out(wanted)
+
+    def _hand_out(self, wanted: Callable[[Parcel], bool]) -> Iterator[Delivery]:
         self._sort_in()
         found = [delivery for delivery in self._arrived if wanted(delivery.parcel)]
         self._arrived = [delivery for delivery in self._arrived if not wanted(delivery.parcel)]
-        return found
+        while found:
+            yield found.pop(0)
 
     def _sort_in(self) -> None:
         """Move finished pulls to `_arrived`; an empty pull only frees its place."""

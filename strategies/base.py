@@ -73,12 +73,14 @@ class Outcome:
 
 
 class Seat(NamedTuple):
-    """One site's place in a round. `rank` is what the site itself asks for, 0 for nothing."""
+    """One site's place in a round. `rank` is what the site itself asks for, 0 for nothing; `returning` tells that its
+    update is in the last commit, so that it still has what was frozen then."""
 
     name: str
     position: int = 0
     cohort: int = 1
     rank: int = 0
+    returning: bool = False
 
 
 class AdapterLayer(NamedTuple):
@@ -164,9 +166,9 @@ class UmbelStrategy(Strategy):
     def known(
         self, state: Mapping[str, np.ndarray], down: Mapping[str, np.ndarray], exchange: Exchange
     ) -> Mapping[str, np.ndarray]:
-        """Return what the server knows of a site's start: what travels, and what the site draws by itself."""
+        """Return what the server knows of a site's start: what travels, and what the site draws or has by itself."""
         hidden = {
-            m.name + SUFFIXES[f]: state[m.name + SUFFIXES[f]] for m in self.modules for f in exchange.seeded
+            m.name + SUFFIXES[f]: state[m.name + SUFFIXES[f]] for m in self.modules for f in exchange.seeded + exchange.stored
         }
         return {**down, **hidden}
 

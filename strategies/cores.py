@@ -4,7 +4,7 @@
 
     ravan   h = lora.heads, B and A random from the run's seed, never sent; a site sends gain x core  arXiv 2506.05568
     fedsb   h = 1; the first round sends low-rank gradients instead of training: B and A are the leading singular
-            vectors of their mean, shipped with every frame down                                      arXiv 2502.15436
+            vectors of their mean, shipped once to each site                                          arXiv 2502.15436
 
 A Ravan here trains all heads at every site, and its heads are normal, not orthogonalised: the same bits on every
 machine. The mean gradient of fedsb's first round is seen by the server site by site; a secure sum of it is not done.
@@ -128,10 +128,18 @@ class FedSB(CoreStrategy):
     name = "fedsb"
     # Sites that train a smaller block are not supported.
     capabilities = dataclasses.replace(fedsb.CAPABILITIES, heterogeneous_rank=False)
+    _crc = ""
 
     def exchange(self, seat: Seat, commits: int) -> Exchange:
-        """First a gradient; then factors and core down, core up."""
-        return exchange_of(self.config, commits)
+        """First a gradient; then factors and core down, to a returning site the core alone; core up."""
+        return exchange_of(self.config, commits, frozen_crc=self._crc, returning=seat.returning)
+
+    def orders(
+        self, state: Mapping[str, np.ndarray], seats: Sequence[Seat], commits: int, *, training: bool = True
+    ) -> dict[str, Order]:
+        """As the base; names the factors that a returning site must have."""
+        self._crc = state_crc({n: a for n, a in state.items() if n.endswith((A, B))})
+        return super().orders(state, seats, commits, training=training)
 
     def measured(
         self, update: Mapping[str, np.ndarray], order: Order

@@ -109,7 +109,7 @@ class FedASK(UmbelStrategy):
             certificate.add(
                 m.name, [(self.scales[m.name], served[m.name + B], served[m.name + A])], exact, tail
             )
-        return Outcome(plain, {"exactness": certificate.report(), "stage": 2, "tokens": 0})
+        return Outcome(plain, {"exactness": certificate.report(), "stage": 2})
 
     def _factors(self, module: AdapterLayer, exact: list[Term]) -> tuple[dict[str, np.ndarray], float]:
         low, root = qr_svd(exact, module.rank), np.sqrt(self.scales[module.name])

@@ -1,7 +1,7 @@
 """RoLoRA as a method: rounds train B and A in turn, B first (Chen et al. 2025, arXiv 2502.01755).
 
-The phase follows committed rounds and is stated in the instruction. Only the trained factor travels up; both travel
-down, so that any site can take part in any round. The formula is in `strategies.aggregation.rules.rolora`.
+The phase follows committed rounds and is stated in the instruction. Only the trained factor travels up. Down travels
+the factor averaged last to a site that was in the last commit, both to any other; hashes tell what a site has. The formula is in `strategies.aggregation.rules.rolora`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from strategies.aggregation.rules import rolora
 from strategies.aggregation.rules.common import Contribution, Factors
 from strategies.base import AdapterLayer, Order, Seat
 from strategies.layerwise import LayerResult, LayerwiseStrategy
+from umbel.digest import state_crc
 from umbel.exchange import SUFFIXES, A, B, Exchange
 from umbel.methods import exchange_of
 
@@ -24,10 +25,11 @@ class RoLoRA(LayerwiseStrategy):
     name = "rolora"
     capabilities = rolora.CAPABILITIES
     _phase: rolora.Phase = "B"
+    _crc = ""
 
     def exchange(self, seat: Seat, commits: int) -> Exchange:
-        """Both factors down, the one of this phase up."""
-        return exchange_of(self.config, commits)
+        """Both factors down, to a returning site the one it does not have; up the one of this phase."""
+        return exchange_of(self.config, commits, frozen_crc=self._crc, returning=seat.returning)
 
     def orders(
         self, state: Mapping[str, np.ndarray], seats: Sequence[Seat], commits: int, *, training: bool = True
@@ -35,6 +37,7 @@ class RoLoRA(LayerwiseStrategy):
         """As the base; remembers the phase of the round that is open."""
         if training:
             self._phase = rolora.phase(commits)
+            self._crc = state_crc({n: a for n, a in state.items() if n.endswith(SUFFIXES[self._phase])})
         return super().orders(state, seats, commits, training=training)
 
     def layer(

@@ -127,7 +127,9 @@ class Exchange:
     `trains`: "AB", "A", "B", "core", "gradient" (of the base weights, none is changed) or "" for none. `seeded`:
     factors the site draws from the run's seed; `frozen_crc` is what they must come to. `own`: factors that live on
     the site's disk and never travel. `probe`: key of the sketch's random matrix. `keep`: the trained factors stay on
-    the site's disk until the next round; `again`: answer from those, without training.
+    the site's disk until the next round; `again`: answer from those, without training. `hold`: frozen factors the
+    site keeps for the next round; `stored`: those it is not sent because it held them in the round just committed
+    (`frozen_crc` again).
     """
 
     down: Form = field(default_factory=Form)
@@ -137,6 +139,8 @@ class Exchange:
     frozen_crc: str = ""
     own: str = ""
     probe: int = 0
+    hold: str = ""
+    stored: str = ""
     keep: bool = False
     again: bool = False
 

@@ -48,11 +48,13 @@ def exchange_of(
     position: int = 0,
     sketch: int = 0,
     frozen_crc: str = "",
+    returning: bool = False,
 ) -> Exchange:
     """Return a site's exchange after `commits` committed rounds.
 
     `rank` is the site's (0: the run's), `carry` the rank of the side adapter it gets, `position` its place in the
-    sorted cohort, `sketch` the columns of a sketch.
+    sorted cohort, `sketch` the columns of a sketch. `returning` is for a site that took part in the last committed
+    round: what was frozen there it still has.
     """
     method, heads = config.run.method, config.lora.heads
     both = Form(rank=rank)
@@ -60,8 +62,12 @@ def exchange_of(
     if method == "ffa":
         return Exchange(Form("B"), Form("B"), trains="B", seeded="A", frozen_crc=frozen_crc)
     if method == "rolora":
-        phase = "B" if commits % 2 == 0 else "A"
-        return Exchange(Form(), Form(phase), trains=phase)
+        phase, other = ("B", "A") if commits % 2 == 0 else ("A", "B")
+        if returning and commits:
+            return Exchange(
+                Form(other), Form(phase), trains=phase, stored=phase, hold=other, frozen_crc=frozen_crc
+            )
+        return Exchange(Form(), Form(phase), trains=phase, hold=other)
     if method == "fedsa":
         return Exchange(Form("A"), Form("A"), own="B")
     if method in ("carry", "fedex", "flora", "fedplora"):
@@ -74,7 +80,10 @@ def exchange_of(
     if method == "fedsb":
         if commits == 0:
             return Exchange(Form(), Form(), trains="gradient")
-        return Exchange(Form("AB", cores=1), Form("", cores=1), trains="core")
+        core = Form("", cores=1)
+        if returning and commits > 1:
+            return Exchange(core, core, trains="core", stored="AB", hold="AB", frozen_crc=frozen_crc)
+        return Exchange(Form("AB", cores=1), core, trains="core", hold="AB")
     if method == "ecolora":
         part = ((position + commits + 1) % config.lora.segments, config.lora.segments)
         return Exchange(Form(), Form(part=part))

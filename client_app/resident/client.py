@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ class Conversation:
                     f"no answer {self.site.grace_seconds:g} s after the deadline; the worker was ended",
                 ) from None
             except wire.WireClosed:
+                self.sweep()
                 if oom_kills() > kills:
                     raise Refusal(RefusalKind.OOM, "the kernel ended the worker for want of memory") from None
                 raise Refusal(
@@ -307,3 +309,14 @@ class Conversation:
         deadline = time.monotonic() + 10.0
         while alive(worker) and time.monotonic() < deadline:
             time.sleep(0.02)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what a worker that was killed could not remove itself."""
+        with suppress(OSError), self.place.locked(5.0):
+            channel = self.place.connect()
+            if channel is not None:
+                channel.close()
+                return
+            self.place.file("sock").unlink(missing_ok=True)
+            self.place.file("json").unlink(missing_ok=True)

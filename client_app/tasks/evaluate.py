@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from client_app.batches import sequences
+from client_app.batches import sequences, wide_for
 from client_app.clock import Clock
 from umbel.models.loss import row_loss
 
@@ -39,7 +39,8 @@ def evaluate(
     try:
         with torch.no_grad(), autocast(model, precision):
             for start in range(0, len(rows), batch_size):
-                for s in sequences(rows[start : start + batch_size], max_tokens=max_tokens, packing=packing):
+                batch = rows[start : start + batch_size]
+                for s in sequences(batch, max_tokens=max_tokens, packing=packing, wide=wide_for(model)):
                     if clock.expired:
                         return None
                     out = row_loss(model, s.input_ids, s.position_ids, s.keep, s.targets, count_correct=True)

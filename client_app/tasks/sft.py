@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from client_app.batches import sequences
+from client_app import ranks
+from client_app.batches import sequences, wide_for
 from client_app.clock import Clock
 from client_app.precision import autocast
 from client_app.schedule import learning_rate
@@ -80,7 +81,7 @@ def train(
     model.train()
     torch.manual_seed(derive_seed(config.run.seed, "dropout", site, round_index))
     loss_sum, tokens, steps = 0.0, 0, 0
-    while steps < local_steps and not clock.expired:
+    while steps < local_steps and not ranks.anywhere(clock.expired):
         picked, cursor = take(
             cursor, len(rows), settings.batch_size * settings.accumulation, seed=config.run.seed, site=site
         )
@@ -138,17 +139,20 @@ def one_step(
 
     size = config.train.batch_size
     micro = [rows[i : i + size] for i in range(0, len(rows), size)]
-    parts = [s for m in micro for s in sequences(m, max_tokens=max_tokens, packing=packing)]
+    wide = wide_for(model)
+    parts = [s for m in micro for s in sequences(m, max_tokens=max_tokens, packing=packing, wide=wide)]
     tokens = sum(len(s.targets) for s in parts)
     if tokens == 0:
         return 0.0, 0
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    for s in parts:
+    for s in ranks.share(parts):
         with autocast(model, precision):
             out = row_loss(model, s.input_ids, s.position_ids, s.keep, s.targets)
         (out.loss / tokens).backward()
         total += float(out.loss.detach())
+    total = ranks.total(total)
+    ranks.sum_gradients(parameters)
     if not math.isfinite(total):
         return total, tokens
     if config.train.clip_norm > 0:

@@ -11,7 +11,7 @@ from umbel.errors import Refusal, RefusalKind
 
 FACTOR_OF = {"AB": "", "A": "A", "B": "B", "core": "core"}
 # Keys of a snapshot's arrays that are no optimiser moments.
-NOT_MOMENTS = ("own/", "kept/")
+NOT_MOMENTS = ("own/", "kept/", "held/")
 
 
 def local_work(

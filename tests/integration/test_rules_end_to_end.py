@@ -258,3 +258,16 @@ def test_the_plan_agrees_with_the_bytes_of_the_run(runs, method: str, overrides)
     for planned, record in zip(rounds, done.records, strict=True):
         assert sum(planned["up"].values()) == pytest.approx(record["bytes_up"], rel=0.05)
         assert sum(planned["down"].values()) == pytest.approx(record["bytes_down"], rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["rolora", "carry", "fedplora", "ecolora", "fedsa", "ravan"])
+def test_a_site_that_is_asked_only_now_and_then(runs, method: str) -> None:
+    """One of two sites a round: whoever returns gets all it needs, and a report is written of what there is."""
+    done = runs(method, "clients.goal=1", "clients.over-provision=1", "run.rounds=4", "telemetry.report=true")
+    asked = [r["selected"] for r in done.records]
+    assert [len(a) for a in asked] == [1] * 4
+    assert [[e["site"] for e in r["accepted"]] for r in done.records] == asked
+    assert len({r["state_crc"] for r in done.records}) == 4
+    assert (done.folder / "run" / "report.html").stat().st_size > 1000
+    if method in ("rolora", "carry", "ravan"):
+        assert all(r["exactness"]["relative_error"] <= 1e-6 for r in done.records)

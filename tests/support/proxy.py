@@ -122,11 +122,12 @@ class Proxy:
                     self.reset_after_bytes = 0
                     self._reset(pair)
                     return
-                sink.write(data)
-                await sink.drain()
+                # Counted first: whoever has received a byte finds it counted.
                 if up:
                     self.up_bytes += len(data)
                 else:
                     self.down_bytes += len(data)
+                sink.write(data)
+                await sink.drain()
             if sink.can_write_eof():
                 sink.write_eof()

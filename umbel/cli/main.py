@@ -88,13 +88,40 @@ def run(
 def plan(
     recipe: Annotated[str, typer.Argument(help="a recipe's path or name")],
     overrides: Overrides = None,
-    methods: Annotated[str, typer.Option(help="methods to plan, comma separated; default: the recipe's")] = "",
+    methods: Annotated[
+        str, typer.Option(help="methods to plan, comma separated; default: the recipe's")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="one JSON object, or a list of several")] = False,
 ) -> None:
     """Tell what a run will move and hold: bytes a round and site, parameters, memory. Nothing is loaded."""
     from umbel.cli.plan import plan as plan_run
 
     raise typer.Exit(plan_run(recipe_path(recipe), overrides, methods, as_json=json, say=say))
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="a recipe's path or name")],
+    methods: Annotated[str, typer.Option(help="methods, comma separated")],
+    seeds: Annotated[int, typer.Option(help="runs of each method, with consecutive seeds", min=1)] = 3,
+    output: Annotated[str, typer.Option(help="folder of the runs and the table")] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Run several methods on one recipe with the same seeds and print one table (simulated on this machine)."""
+    import time
+
+    from umbel.cli import launch
+    from umbel.cli.compare import compare as compare_runs
+    from umbel.cli.compare import configurations
+    from umbel.telemetry.runfolder import runs_root
+
+    path = recipe_path(recipe)
+    folder = Path(output) if output else runs_root() / f"compare-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = folder.expanduser().absolute()
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    planned = configurations(path, overrides or [], names, seeds, folder)
+    ready = [(m, s, launch.localise(config, name=m)) for m, s, config in planned]
+    raise typer.Exit(compare_runs(ready, lambda c: launch.simulate(c, say=say), folder, say=say))
 
 
 @app.command()

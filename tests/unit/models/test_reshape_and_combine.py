@@ -30,7 +30,10 @@ def logits(model) -> np.ndarray:
 
 def factors(model, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {n: rng.normal(size=a.shape).astype(a.dtype) * np.float32(0.1) for n, a in read_state(model, "lora").items()}
+    return {
+        n: rng.normal(size=a.shape).astype(a.dtype) * np.float32(0.1)
+        for n, a in read_state(model, "lora").items()
+    }
 
 
 def side(model, rank: int) -> dict[str, np.ndarray]:
@@ -96,7 +99,9 @@ def test_cores_are_block_diagonal_and_only_they_train(model, heads: int) -> None
     trained = named_trainable(model, "lora", "core")
     ends = {name.rsplit(".", 1)[-1] for name in trained}
     assert ends == ({"core", "gain"} if heads > 1 else {"core"})
-    assert [n for n, p in model.named_parameters() if p.requires_grad and "core" not in n and "gain" not in n] == []
+    assert [
+        n for n, p in model.named_parameters() if p.requires_grad and "core" not in n and "gain" not in n
+    ] == []
     arrays, settings = one_adapter({**state, **cores}, SETTINGS)
     assert settings == SETTINGS
     load_adapter(model, arrays, SETTINGS)

@@ -215,7 +215,8 @@ def test_r5_a_task_that_never_looks_at_the_clock_is_ended_after_the_grace(desk, 
     assert reply.status == "deadline"
     # Twenty seconds of work were not waited for, and the slot is free again.
     assert time.monotonic() - began < 15
-    assert d.facts() is None or not d.facts()["alive"]
+    assert d.facts() is None
+    assert not d.place.file("sock").exists()
 
 
 def test_r5_work_for_a_message_that_died_stops_and_the_worker_serves_the_next(desk, tmp_path) -> None:
@@ -268,6 +269,7 @@ def test_r4_a_worker_killed_at_work_is_a_typed_refusal_and_leaves_no_trace(desk,
     assert "died" in reply.reason
     assert answered - killed < 10
     assert snapshot(tmp_path) == before
+    assert not d.place.file("sock").exists()
     again, update = d.ask(TRAIN, *order(short, start, 2))
     assert again.status == "ok"
     site = Service()

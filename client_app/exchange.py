@@ -99,15 +99,14 @@ def complete(
     return found
 
 
-def held(
-    site_model: Any, exchange: Exchange, remembered: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def held(site_model: Any, exchange: Exchange, remembered: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the factors this site was not sent because it has them; raises Refusal when it has other ones."""
     names = [m.name + SUFFIXES[f] for m in site_model.modules for f in exchange.stored]
     found = {n: remembered[HELD + n] for n in names if HELD + n in remembered}
     if names and (len(found) < len(names) or state_crc(found) != exchange.frozen_crc):
         raise Refusal(
-            RefusalKind.REFUSED, "the frozen factors of the last round are not here any more; they must be sent again"
+            RefusalKind.REFUSED,
+            "the frozen factors of the last round are not here any more; they must be sent again",
         )
     return found
 

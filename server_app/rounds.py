@@ -163,6 +163,8 @@ class Engine:
         # The last attempt of a round that was opened, by an earlier life of this server too: never used again.
         self.attempts: dict[int, int] = {}
         self.norms: list[float] = []
+        # Sites that failed or refused since their last accepted update: they are sent everything.
+        self._doubtful: set[str] = set()
         self.arrivals: list[float] = []
         self.last_heldout: dict[str, Any] | None = None
         self._site_config = to_json(config)
@@ -289,9 +291,16 @@ class Engine:
             **extra,
         )
 
+    def _still_has(self, site: Site) -> bool:
+        """Tell whether a site has what the last committed round froze: it took part and did not fail since."""
+        return 0 < self.round == site.settled[0] and site.name not in self._doubtful
+
     def _outgoing(self, sites: list[Site], index: int, *, training: bool) -> dict[str, Outgoing]:
         """Return what each site is sent. A frame is encoded once for all sites that share an order."""
-        seats = [Seat(s.name, position, len(sites), asked_rank(s.facts)) for position, s in enumerate(sites)]
+        seats = [
+            Seat(s.name, position, len(sites), asked_rank(s.facts), training and self._still_has(s))
+            for position, s in enumerate(sites)
+        ]
         orders = self.strategy.orders(self.state, seats, self.round, training=training)
         made: dict[int, Outgoing] = {}
         for order in orders.values():
@@ -362,6 +371,8 @@ class Engine:
         while True:
             for delivery in self.mailbox.poll(lambda parcel: isinstance(parcel.tag, Ask)):
                 self._take(opened, delivery)
+                # The reply must not live on in this variable while the next one is taken over.
+                del delivery
                 if first and opened.spool.entries:
                     self._fault("first_reply", opened.index)
                     first = False
@@ -420,6 +431,7 @@ class Engine:
         check_norm(norm, self.norms, self.config.clients.max_norm_ratio)
         entry = Entry(reply, weight, norm, len(frame), state_crc(arrays), order=order)
         opened.spool.add(reply.site, entry, frame)
+        self._doubtful.discard(reply.site)
         self.arrivals.append(self._now() - opened.began)
         self._event(
             "update_accepted",
@@ -484,6 +496,7 @@ class Engine:
         )
 
     def _reject(self, opened: OpenRound, site: str, rejected: Rejected, is_late: bool, of_round: int) -> None:
+        self._doubtful.add(site)
         if not is_late:
             opened.answered.add(site)
             opened.rejected.append({"site": site, "kind": rejected.kind, "reason": rejected.reason})
@@ -510,6 +523,7 @@ class Engine:
 
     def _fail(self, opened: OpenRound, delivery: Delivery) -> None:
         site = delivery.parcel.site
+        self._doubtful.add(site)
         opened.answered.add(site)
         opened.rejected.append({"site": site, "kind": "failed", "reason": delivery.failure})
         self._event("site_failed", round=opened.index, site=site, kind="failed", reason=delivery.failure)
@@ -705,6 +719,9 @@ def frame_of(message: Message) -> bytes:
         return array_to_frame(records[FRAME_RECORD]["frame"])
     except (ValueError, TypeError) as error:
         raise Rejected("layout", str(error)) from error
+    finally:
+        # Flower's records refer to themselves: a message lives until some later garbage collection, its bytes need not.
+        records[FRAME_RECORD].clear()
 
 
 def asked_rank(facts: Mapping[str, Any]) -> int:

@@ -168,7 +168,9 @@ class UmbelStrategy(Strategy):
     ) -> Mapping[str, np.ndarray]:
         """Return what the server knows of a site's start: what travels, and what the site draws or has by itself."""
         hidden = {
-            m.name + SUFFIXES[f]: state[m.name + SUFFIXES[f]] for m in self.modules for f in exchange.seeded + exchange.stored
+            m.name + SUFFIXES[f]: state[m.name + SUFFIXES[f]]
+            for m in self.modules
+            for f in exchange.seeded + exchange.stored
         }
         return {**down, **hidden}
 

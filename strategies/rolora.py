@@ -1,7 +1,8 @@
 """RoLoRA as a method: rounds train B and A in turn, B first (Chen et al. 2025, arXiv 2502.01755).
 
 The phase follows committed rounds and is stated in the instruction. Only the trained factor travels up. Down travels
-the factor averaged last to a site that was in the last commit, both to any other; hashes tell what a site has. The formula is in `strategies.aggregation.rules.rolora`.
+the factor averaged last to a site that was in the last commit, both to any other; hashes tell what a site has. The
+formula is in `strategies.aggregation.rules.rolora`.
 """
 
 from __future__ import annotations

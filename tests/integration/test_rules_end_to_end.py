@@ -83,13 +83,40 @@ def test_rolora_trains_b_first_and_one_factor_a_round(runs) -> None:
     assert [w.exchange.trains for w in done.wire] == ["B", "B", "A", "A"]
     start, end = done.wire[0].down, done.session.engine.state
     second = next(w for w in done.wire if w.round == 2).down
+    # Both sites were in the first commit: what was frozen there, A, is not sent again.
+    assert {n for n in end if n.endswith("lora_B.weight")} == set(second)
     for name in end:
         if name.endswith("lora_A.weight"):
-            assert np.array_equal(second[name], start[name])
             assert not np.array_equal(end[name], start[name])
         else:
             assert not np.array_equal(second[name], start[name])
             assert np.array_equal(end[name], second[name])
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedsb"])
+def test_a_site_that_lost_what_it_held_is_sent_it_again(tmp_path, monkeypatch, method: str) -> None:
+    """Its disk is wiped after round 2: it refuses round 3 once, the retry carries everything, and that is exact."""
+    import shutil
+
+    def fault(point: str, round_index: int) -> None:
+        if point == "after_checkpoint" and round_index == 2:
+            for folder in (tmp_path / "state").glob("*/*/*/v-*"):
+                shutil.rmtree(folder)
+
+    done = run_method(monkeypatch, tmp_path, method, "run.rounds=4", fault=fault)
+    assert done.code == 0
+    sent = [
+        sorted({n.rsplit(".", 2)[-2] for n in w.down if n.endswith("weight")})
+        for w in done.wire
+        if w.site == "clinic"
+    ]
+    once = {
+        "rolora": [["lora_B"], ["lora_A", "lora_B"], ["lora_B"]],
+        "fedsb": [["lora_A", "lora_B"]] * 2 + [[]],
+    }
+    assert sent[1:] == once[method]
+    assert [r["attempt"] for r in done.records] == [1, 1, 2, 1]
+    assert distance(effective(exported(done)[0]), done.ideal(4)) <= 1e-6
 
 
 @pytest.mark.parametrize("method", EXACT)

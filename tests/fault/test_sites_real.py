@@ -2,7 +2,7 @@
 
 round 1   starts by itself when the third site comes (F07)
 round 2   cat's app raises (F02)
-round 3   cat reports a loss of NaN (F30)
+round 3   dog reports a loss of NaN (F30); a third strike of cat would be its quarantine
 round 4   cat's process ends without a word in mid training (F03)
 round 5   dog's SuperNode is stopped for a while (F04)
 later     cat's SuperNode is killed in training (F01); the run goes on with the rest
@@ -52,7 +52,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     plan = FaultPlan(folder / "fired.jsonl")
     plan.at("cat", round=2, point="before_train", do="raise")
     plan.at("cat", round=4, point="mid_train", do="exit")
-    plan.at("cat", round=3, point="before_send", do="nan")
+    plan.at("dog", round=3, point="before_send", do="nan")
     plan.at("dog", round=5, point="before_train", do="delay", seconds=1.0)
     plan.at("cat", round=6, point="before_train", do="hang")
     with Federation(folder, {}, env={"UMBEL_FAULTS": plan.to_json()}) as f:
@@ -120,7 +120,7 @@ def test_f03_an_app_that_dies_costs_its_update_and_no_more_time_than_allowed(run
 
 def test_f30_a_loss_that_is_no_number_is_refused(run) -> None:
     rejected = {r["site"]: r for r in record(run, 3)["rejected"]}
-    assert rejected["cat"]["kind"] == "non_finite"
+    assert rejected["dog"]["kind"] == "non_finite"
 
 
 def test_f04_a_stopped_node_is_late_or_in_time_and_counts_once(run) -> None:

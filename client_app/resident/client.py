@@ -314,9 +314,12 @@ class Conversation:
     def sweep(self) -> None:
         """Remove what a worker that was killed could not remove itself."""
         with suppress(OSError), self.place.locked(5.0):
-            channel = self.place.connect()
-            if channel is not None:
+            # A process that is being ended closes its connections before the socket it listens on: look again.
+            patience = time.monotonic() + 1.0
+            while (channel := self.place.connect()) is not None:
                 channel.close()
-                return
+                if time.monotonic() >= patience:
+                    return
+                time.sleep(0.05)
             self.place.file("sock").unlink(missing_ok=True)
             self.place.file("json").unlink(missing_ok=True)

@@ -114,7 +114,9 @@ def test_a_place_without_a_run_is_refused(tmp_path):
 
 def start_watching(run: RunFolder) -> subprocess.Popen:
     code = (
-        "import sys; from umbel.cli.watch import watch; sys.exit(watch(sys.argv[1], interval_seconds=0.05))"
+        # A shell's background job ignores interrupts and passes that on; a person's terminal does not.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from umbel.cli.watch import watch; sys.exit(watch(sys.argv[1], interval_seconds=0.05))"
     )
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, str(run.path)], stdout=subprocess.PIPE, text=True, encoding="utf-8"

@@ -44,7 +44,7 @@ def localise(config: Config, *, name: str) -> Config:
     run_name = run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(run.output_dir).expanduser().absolute() if run.output_dir else runs_root() / run_name
     source = absolute_if_there(data.source)
-    if source != data.source or data.source.startswith(("demo:", "hub:")):
+    if data.source.startswith(("demo:", "hub:")) or Path(source).expanduser().exists():
         data = dataclasses.replace(data, source=source)
     else:
         raise ConfigError(

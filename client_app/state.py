@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ import numpy as np
 from umbel.errors import Refusal, RefusalKind
 from umbel.fsio import fsync_folder, write_durable
 from umbel.tensorfile import dump_tensors, load_tensors
+
+log = logging.getLogger("umbel.site")
 
 KEEP_VERSIONS = 4
 KEEP_RUN_DAYS = 30
@@ -81,7 +84,8 @@ class SiteState:
         try:
             meta = json.loads((folder / "meta.json").read_text("utf-8"))
             arrays = load_tensors((folder / "tensors.safetensors").read_bytes())
-        except Exception:
+        except Exception as error:
+            log.warning("version %s cannot be read: %s: %s", folder.name, type(error).__name__, error)
             return Snapshot({}, {}), False
         return Snapshot(meta, arrays), True
 

@@ -49,6 +49,7 @@ from server_app.validate import (
     update_norm,
 )
 from strategies import Order, Seat, SiteUpdate, UmbelStrategy
+from strategies.aggregation.dtypes import all_finite
 from strategies.robust_merge import RobustMerge
 from umbel.config import Config, to_json
 from umbel.digest import state_crc
@@ -473,11 +474,10 @@ class Engine:
         weight = check_weight(reply, None) if c.weighting == "tokens" else 1.0
         weight *= (1.0 + age) ** -c.staleness_exponent
         moved = rebase(arrays, ask.order.known, self.state)
+        crc = state_crc(moved)
         frame = compression.encode(moved, layout, "exact", round_index=opened.index)
         key = f"{reply.site}\x00late-{ask.expected.round:06d}"
-        opened.spool.add(
-            key, Entry(reply, weight, norm, len(frame), state_crc(moved), late=True, order=ask.order), frame
-        )
+        opened.spool.add(key, Entry(reply, weight, norm, len(frame), crc, late=True, order=ask.order), frame)
         self._event(
             "update_accepted",
             round=opened.index,
@@ -485,7 +485,7 @@ class Engine:
             site=reply.site,
             weight=weight,
             norm=norm,
-            crc=state_crc(moved),
+            crc=crc,
             tokens=reply.tokens,
             steps=reply.steps,
             loss=reply.loss,
@@ -541,7 +541,7 @@ class Engine:
         remembered = {name: np.array(value) for name, value in self.strategy.state_dict().items()}
         try:
             outcome = aggregate(self.state, updates, expected_weight=expected_weight)
-            bad = next((f"{n} is not finite" for n, a in outcome.state.items() if not finite(a)), None)
+            bad = next((f"{n} is not finite" for n, a in outcome.state.items() if not all_finite(a)), None)
         except (UmbelError, ValueError, ArithmeticError, np.linalg.LinAlgError) as error:
             # Validated updates can still meet in a way that a method cannot digest; that costs the round, not the run.
             outcome, bad = None, f"{type(error).__name__}: {error}"
@@ -747,8 +747,3 @@ def rebase(
         change = value.astype(np.float64) - old[name].astype(np.float64)
         moved[name] = (new[name].astype(np.float64) + change).astype(value.dtype)
     return moved
-
-
-def finite(array: np.ndarray) -> bool:
-    """Return whether all numbers of an array are finite; integers always are."""
-    return array.dtype.kind in "iub" or bool(np.isfinite(array.astype(np.float64)).all())

@@ -6,23 +6,18 @@ Adapters of two peft or transformers versions usually fit, and when they do not,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from umbel import __version__
+from umbel.telemetry.environment import versions
 
 COMPARED = ("umbel", "flwr", "torch", "transformers", "peft")
 
 
 def own_versions() -> dict[str, str]:
     """Return the server's versions of the packages that are compared."""
-    found = {"umbel": __version__}
-    for package in COMPARED[1:]:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    installed = versions(COMPARED[1:])
+    return {"umbel": __version__, **{name: v for name, v in installed.items() if v}}
 
 
 def differences(site: Mapping[str, Any] | None, server: Mapping[str, str]) -> list[str]:

@@ -4,17 +4,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Files of tests are shared out over this many processes: tests with real servers mostly wait.
+WORKERS ?= 2
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
 export HF_HUB_OFFLINE ?= 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test check format bench chaos clean
+.PHONY: help install demo test docs check format bench chaos clean
 
 help:
 	@echo "make demo      three institutions fine-tune a 135M-parameter model together (about 5 minutes)"
 	@echo "make test      all tests"
 	@echo "make check     format, lint, types, import rules, spelling"
+	@echo "make docs      the documentation as pages, in build/site"
 	@echo "make install   the set-up alone"
 	@echo "make bench     benchmarks (long)"
 	@echo "make chaos     long fault scenarios with real processes (about an hour)"
@@ -34,7 +38,7 @@ demo: install
 	$(BIN)/umbel run recipes/demo.toml
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: install
 	$(BIN)/ruff check .
@@ -46,6 +50,10 @@ check: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/mkdocs build --quiet
+	@echo build/site/index.html
 
 bench: install
 	$(BIN)/python -m benchmarks.codecs --json

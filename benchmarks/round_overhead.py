@@ -284,7 +284,7 @@ def dispatch_umbel(folder: Path, site: str, rounds: int) -> dict[str, Any]:
         events = bench.umbel(*settings)
         logs = "".join(p.read_text() for p in (bench.state / "one/.resident").glob("*.log"))
     steps = [float(line.split()[0]) for line in logs.splitlines() if "training begins" in line]
-    opened = [e["t"] for e in events if e["event"] == "round_started"]
+    opened = [e["t"] for e in events if e["event"] == "round_opened"]
     return {
         "seconds": [step - begin for begin, step in zip(opened, steps, strict=True)],
         "model_loads": logs.count(" loaded in "),

@@ -116,7 +116,6 @@ def umbel_round(num_sites: int, num_parameters: int, scratch: Path) -> None:
     engine = Engine(
         config,
         FedAvg(config, layout),
-        layout,
         state,
         mailbox,
         joining,

@@ -11,14 +11,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from client_app.gate import gated
 from client_app.resident.client import ask, wants_worker
 from umbel.errors import UmbelError
 from umbel.messages import (
     CONTROL_RECORD,
     EVALUATE,
+    FOLLOW_UP,
     FRAME_RECORD,
     JOIN,
     TRAIN,
@@ -47,14 +49,17 @@ def answer(
 ) -> Message:
     """Return the reply to one message; a message that is not ours gets an error reply.
 
-    `through` takes the instruction and returns (reply, frame); by default the node config decides who does.
+    `through` takes the instruction and returns (reply, frame); by default the node config decides who does, behind
+    the site's gate (`client_app.gate`).
     """
+    if kind == FOLLOW_UP:
+        return Message(RecordDict({CONTROL_RECORD: ConfigRecord()}), reply_to=message)
     try:
         instruction = from_record(Instruction, control_of(message.content))
         frame = None
         if FRAME_RECORD in message.content:
             frame = frame_of(message.content[FRAME_RECORD]["frame"])
-        through = through or (ask if wants_worker(context.node_config) else in_process)
+        through = through or gated(ask if wants_worker(context.node_config) else in_process)
     except (MessageError, UmbelError, ValueError, KeyError, TypeError) as error:
         return Message(
             Error(CLIENT_APP_RAISED, f"not an instruction of this version: {error}"), reply_to=message
@@ -94,6 +99,12 @@ def array_of(frame: bytes) -> Array:
 def join(message: Message, context: Context) -> Message:
     """Say who this site is and what it has."""
     return answer(JOIN, message, context)
+
+
+@app.query("follow_up")
+def follow_up(message: Message, context: Context) -> Message:
+    """Answer at once: the SuperNode that ran this asks for the next message right away."""
+    return answer(FOLLOW_UP, message, context)
 
 
 @app.train()

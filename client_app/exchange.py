@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from compression import Layout
-from compression.layout import Role
+from compression.roles import role_for
 from umbel.digest import short, state_crc
 from umbel.errors import Refusal, RefusalKind
 from umbel.exchange import CARRY_A, CORE, SKETCH_IN, SKETCH_OUT, SUFFIXES, A, B, Exchange
 from umbel.models.lora import LoraSettings, scale_of
-from umbel.models.names import role_of
 from umbel.models.state import numpy_dtype
 
 GAIN = ".lora_B.gain"
@@ -35,7 +34,7 @@ def layouts(site_model: Any, settings: LoraSettings, exchange: Exchange) -> tupl
         return site_model.layout, site_model.layout
     dtype = numpy_dtype(settings.dtype)
     down, up = (
-        Layout.from_arrays(form.tensors(site_model.modules, dtype), lambda n: Role[role_of(n).upper()])
+        Layout.from_arrays(form.tensors(site_model.modules, dtype), role_for)
         for form in (exchange.down, exchange.up)
     )
     return down, up

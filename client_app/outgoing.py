@@ -19,6 +19,7 @@ from compression.layout import Layout
 from compression.payload import DELTA, VALUE, change, delta_layout, is_exact
 from umbel.errors import Refusal, RefusalKind
 from umbel.messages import Instruction, parse_json
+from umbel.privacy.clip import clipped
 
 RESIDUAL_FILE = "residual.safetensors"
 
@@ -40,20 +41,26 @@ def encode_update(
     *,
     feedback: float,
     seed: int,
+    clip_norm: float = 0.0,
 ) -> Encoded:
     """Encode what leaves (`values`, in `layout`) with the codec the instruction names.
 
+    With `clip_norm` > 0 the change is brought to that L2 norm first (`umbel.privacy.clip`): what the codec gets is
+    what may leave.
     A change is taken against exactly the bits that were `received`. Raises NonFiniteError naming a tensor, ConfigError
     for a codec that must not carry a residual, Refusal when a tensor to be sent as a change was never received.
     """
     up, index, base = instruction.up, instruction.round, instruction.base
+    unknown = [entry.name for entry in layout.entries if entry.name not in received]
+    if unknown and (clip_norm > 0 or not is_exact(up)):
+        raise Refusal(
+            RefusalKind.REFUSED,
+            f"the codec {up!r} or the clip encodes changes, but {unknown[0]} was never received",
+        )
+    if clip_norm > 0:
+        values = clipped(values, received, clip_norm)
     if is_exact(up):
         return Encoded(compression.encode(values, layout, up, seed=seed, round_index=index, base=base), VALUE)
-    unknown = [entry.name for entry in layout.entries if entry.name not in received]
-    if unknown:
-        raise Refusal(
-            RefusalKind.REFUSED, f"the codec {up!r} encodes changes, but {unknown[0]} was never received"
-        )
     wide = delta_layout(layout)
     delta = change(values, received, layout)
     if feedback <= 0:

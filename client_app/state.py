@@ -16,7 +16,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from umbel.errors import Refusal, RefusalKind
-from umbel.fsio import fsync_folder, write_durable
+from umbel.fsio import fsync_folder, safe_name, write_durable
 from umbel.tensorfile import dump_tensors, load_tensors
 
 log = logging.getLogger("umbel.site")
@@ -41,12 +40,6 @@ class Snapshot(NamedTuple):
 
     meta: dict[str, Any]
     arrays: dict[str, np.ndarray]
-
-
-def safe_name(text: str) -> str:
-    """Return `text` as a folder name that cannot leave its parent."""
-    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".")
-    return cleaned[:100] or "_"
 
 
 class SiteState:
@@ -121,6 +114,8 @@ def prune_runs(root: Path, *, now: float | None = None) -> None:
     """Remove the state of runs that nothing touched for KEEP_RUN_DAYS: a site's disk must not fill by itself."""
     limit = (now if now is not None else time.time()) - KEEP_RUN_DAYS * 86_400
     for run in root.glob("*") if root.is_dir() else []:
+        if not run.is_dir() or run.name.startswith("."):
+            continue
         newest = max((p.stat().st_mtime for p in [run, *run.glob("*")] if p.exists()), default=limit)
         if newest < limit:
             shutil.rmtree(run, ignore_errors=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from client_app.identity import Identity
 from compression import Layout
-from compression.layout import Role
+from compression.roles import role_for
 from umbel.config import Config, to_json
 from umbel.errors import DataError, Refusal, RefusalKind
 from umbel.models.adapter import AdaptedModule
@@ -140,7 +140,7 @@ def load_site_model(config: Config) -> SiteModel:
     from umbel.models.adapter import adapted_modules, attach
     from umbel.models.packing import supports_packing
     from umbel.models.source import load_model, load_tokenizer
-    from umbel.models.state import read_state, role_of
+    from umbel.models.state import read_state
 
     started = time.monotonic()
     spec, settings = described(config)
@@ -155,7 +155,7 @@ def load_site_model(config: Config) -> SiteModel:
             parameter.requires_grad_(True)
     device = pick_device(config.train.device)
     model = model.to(device)
-    layout = Layout.from_arrays(read_state(model, config.train.mode), lambda n: Role[role_of(n).upper()])
+    layout = Layout.from_arrays(read_state(model, config.train.mode), role_for)
     packing = config.data.packing and supports_packing(model)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())

@@ -14,7 +14,7 @@ the model itself is sent. Float tensors move by deltas; integers and buffers tra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,9 @@ from compression.layout import DTYPES, FLOAT_DTYPES, Layout
 from compression.policy import Policy, parse_policy
 
 _GENESIS = "0" * 64
+# A lossless frame of weights is never this small a share of them: no need to make one in order to compare.
+_SNAPSHOT_SHARE = 4
+_LARGE_BYTES = 64 * 2**20
 
 
 def digest_of(arrays: Arrays, layout: Layout) -> str:
@@ -91,13 +94,33 @@ class Downlink:
             base=self.digest,
             base_arrays=self.shadow,
         )
-        self.shadow = advance(self.shadow, frame, self.layout, self.digest)
+        if _is_absolute(self.policy):
+            self.shadow = advance(self.shadow, frame, self.layout, self.digest)
+        else:
+            # The difference's own memory takes what the sites will decode, the shadow is moved where it lies.
+            received = decode(frame, self.layout, base=self.digest, out=sent)
+            _move(self.shadow, received, self.layout)
         base, self.digest = self.digest, digest_of(self.shadow, self.layout)
         self.number, self.chain = self.number + 1, chain_hash(self.chain, frame)
         version = Version(self.number, frame, base, self.digest, self.chain)
-        self.versions = [*self.versions, version][-self.keep_versions :] if self.keep_versions else []
+        self.versions = self._retained([*self.versions, version])
         self._snapshot = None
         return version
+
+    def _retained(self, versions: list[Version]) -> list[Version]:
+        """The newest versions that may ever be replayed: as many as asked for, and fewer bytes than the model."""
+        kept: list[Version] = []
+        num_bytes = 0
+        for version in reversed(versions):
+            num_bytes += len(version.frame)
+            if len(kept) == self.keep_versions or (kept and num_bytes > self.layout.raw_bytes):
+                break
+            kept.append(version)
+        return kept[::-1]
+
+    def forget_snapshot(self) -> None:
+        """Free the memory of the snapshot made for a site that needed one."""
+        self._snapshot = None
 
     def snapshot(self) -> bytes:
         """The shadow as one lossless frame."""
@@ -114,7 +137,11 @@ class Downlink:
         found = [i for i, version in enumerate(self.versions) if version.base == held]
         frames = tuple(self.versions[found[-1] :]) if found else ()
         replay = CatchUp(None, frames, self.digest, self.chain)
-        if frames and replay.num_bytes < len(self.snapshot()):
+        clear = (
+            self.layout.raw_bytes > _LARGE_BYTES
+            and replay.num_bytes * _SNAPSHOT_SHARE < self.layout.raw_bytes
+        )
+        if frames and (clear or replay.num_bytes < len(self.snapshot())):
             return replay
         return CatchUp(self.snapshot(), (), self.digest, self.chain)
 
@@ -136,12 +163,49 @@ class Downlink:
         self.digest, self._snapshot = digest_of(self.shadow, self.layout), None
 
 
+def pack(update: CatchUp) -> tuple[bytes, dict[str, object]]:
+    """(bytes that travel, JSON document that says how to read them)."""
+    frames = [update.snapshot] if update.snapshot is not None else [v.frame for v in update.frames]
+    rows = [[v.number, v.base, v.digest, v.chain, len(v.frame)] for v in update.frames]
+    document: dict[str, object] = {"digest": update.digest, "chain": update.chain, "frames": rows}
+    return b"".join(frames), document
+
+
+def unpack(data: bytes, document: Mapping) -> CatchUp:
+    """Inverse of `pack`. Raises FrameError when the lengths do not fit the bytes."""
+    rows, versions, at = document["frames"], [], 0
+    for number, base, digest, chain, size in rows:
+        versions.append(Version(number, data[at : at + size], base, digest, chain))
+        at += size
+    if rows and at != len(data):
+        raise FrameError("length", f"{len(data)} bytes, the versions have {at}")
+    snapshot = data if data and not rows else None
+    return CatchUp(snapshot, tuple(versions), document["digest"], document["chain"])
+
+
+def since(update: CatchUp, digests: Collection[str]) -> tuple[str, CatchUp] | None:
+    """What is left to apply for a site that has models of these `digests`: (the one to start from, the rest).
+
+    None when none of them is on the way: a gap.
+    """
+    if update.digest in digests:
+        return update.digest, CatchUp(None, (), update.digest, update.chain)
+    for at in range(len(update.frames) - 1, -1, -1):
+        if update.frames[at].base in digests:
+            rest = update.frames[at:]
+            return update.frames[at].base, CatchUp(None, rest, update.digest, update.chain)
+    return None
+
+
 def follow(held: Arrays, layout: Layout, update: CatchUp) -> dict[str, np.ndarray]:
-    """Site side: apply a catch-up to the model held. Raises FrameError unless the result has the named
-    digest."""
-    model = {entry.name: array for entry, array in zip(layout.entries, layout.ordered(held))}
+    """Site side: apply a catch-up to the model held, which is not looked at for a snapshot.
+
+    Raises FrameError unless the result has the named digest.
+    """
     if update.snapshot is not None:
         model = decode(update.snapshot, layout)
+    else:
+        model = {entry.name: array for entry, array in zip(layout.entries, layout.ordered(held))}
     current = digest_of(model, layout)
     for version in update.frames:
         if version.base != current:
@@ -172,12 +236,22 @@ def difference(theta: Arrays, shadow: Arrays, layout: Layout) -> dict[str, np.nd
     """theta - shadow in each float tensor's dtype (computed in fp32 or wider); other tensors as they are."""
     result = {}
     for entry in layout.entries:
-        new = np.asarray(theta[entry.name])
+        new = np.array(theta[entry.name], order="C")
         if entry.dtype in FLOAT_DTYPES:
             wide = np.float64 if entry.dtype == "float64" else np.float32
-            new = (new.astype(wide) - shadow[entry.name].astype(wide)).astype(DTYPES[entry.dtype])
+            change = new.astype(wide) - shadow[entry.name].astype(wide)
+            # Of a 0-d array numpy makes a scalar.
+            new = np.array(change.astype(DTYPES[entry.dtype]))
         result[entry.name] = new
     return result
+
+
+def _move(held: dict[str, np.ndarray], delta: Arrays, layout: Layout) -> None:
+    """As `apply_delta`, in place, a tensor at a time."""
+    for entry in layout.entries:
+        one = Layout((entry,))
+        name = entry.name
+        held[name][...] = apply_delta({name: held[name]}, {name: delta[name]}, one)[name]
 
 
 def apply_delta(held: Arrays, delta: Arrays, layout: Layout) -> dict[str, np.ndarray]:

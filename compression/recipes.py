@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from compression.api import check_policy
 from compression.bounds import Exact, may_carry_residual
 from compression.codecs.randk import RandKCodec
+from compression.codecs.token import TokenCodec
 from compression.codecs.topk import TopKCodec
 from compression.feedback import refuse_residual
 from compression.registry import build
@@ -91,6 +92,14 @@ def check(
         )
     if not residual and any(isinstance(codec, TopKCodec) for codec in codecs):
         refused.append(("sends top-k without a residual: what is dropped is lost", "Switch the residual on."))
+    per_token = [role for role, pipeline in parsed.rules if isinstance(build(pipeline), TokenCodec)]
+    if not activations and {*per_token} - {"activation", "act_grad"}:
+        refused.append(
+            (
+                "scales every token by itself, which weights and their changes do not have",
+                "Use int8(256,rtn); tok8 is for activations.",
+            )
+        )
     if pretraining and any(isinstance(codec, RandKCodec) for codec in codecs):
         refused.append(("uses random-k for pretraining, which cost .47 nats", "Use topk, ecsq or int4."))
     if activations and residual:

@@ -6,8 +6,8 @@
 The server announces one step, one largest level, the number of sites and the largest integer weight; m
 follows, so that no legal set of inputs can wrap:  2^m > 2 * sites * weight * level.  A site refuses values
 beyond the level. There is no entropy coding, no per-site scale and no per-site support, because those do
-not add. Masking itself (pairwise keys, dropout shares) is the transport's; here are only the numbers it may
-be applied to. Reference: Bonawitz et al. 2017 (secure aggregation in a modular group).
+not add. Masking itself (pairwise keys, dropout shares) is `secure_sum_protocol`; here are only the numbers it
+is applied to. Reference: Bonawitz et al. 2017 (secure aggregation in a modular group).
 """
 
 from __future__ import annotations

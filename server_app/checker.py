@@ -4,11 +4,11 @@
     I2  what was accepted was validated: an `update_accepted` of the same round, attempt, site and content, no refusal
     I3  each committed state follows from the one before and the kept updates (needs `telemetry.keep-updates`)
     I4  rounds that stand are 1, 2, 3, ..; attempts of a round strictly increase, whatever died in between
+    I5  under privacy, a committed round has its own ledger row earlier in the log, and epsilon never falls
     I6  messages in flight after a commit are bounded by what the last rounds asked
     I7  every wait of a round ended within its deadline
 
-(I5, privacy: nothing is released before the ledger says so; there is no ledger without a privacy method.) It reads
-only files, so that it can be run on a copy, by somebody else, years later.
+It reads only files, so that it can be run on a copy, by somebody else, years later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_run(folder: Path, *, slack_seconds: float = SLACK_SECONDS) -> list[str
     events, unreadable = scan_events(folder / "events.jsonl")
     problems = [f"{unreadable} lines of events.jsonl cannot be read"] if unreadable > starts(events) else []
     standing = commits(events)
-    for check in (accepted_once, validated, in_order, bounded):
+    for check in (accepted_once, validated, in_order, released, bounded):
         problems += check(events, standing)
     problems += waits(events, slack_seconds)
     if (folder / audit.FOLDER / "start.frame").exists():
@@ -97,6 +97,21 @@ def in_order(events: list[dict[str, Any]], standing: list[dict[str, Any]]) -> li
             if e["attempt"] <= newest.get(e["round"], 0):
                 problems.append(f"I4: attempt {e['attempt']} of round {e['round']} was opened twice")
             newest[e["round"]] = e["attempt"]
+    return problems
+
+
+def released(events: list[dict[str, Any]], standing: list[dict[str, Any]]) -> list[str]:
+    """I5."""
+    problems, rows, spent = [], Counter[tuple[int, int]](), 0.0
+    for e in events:
+        if e["event"] == "privacy_release":
+            if not e.get("carried"):
+                rows[e["round"], e["attempt"]] += 1
+            if e["epsilon"] < spent:
+                problems.append(f"I5: epsilon falls from {spent:g} to {e['epsilon']:g} in round {e['round']}")
+            spent = max(spent, e["epsilon"])
+        elif e["event"] == "round_committed" and "privacy" in e and not rows[e["round"], e["attempt"]]:
+            problems.append(f"I5: round {e['round']} was released without a ledger row")
     return problems
 
 

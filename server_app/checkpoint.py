@@ -12,16 +12,16 @@ import json
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from server_app.background import Background
 from umbel.checkpoints import FORMAT, CheckpointError, Memory
 from umbel.digest import state_crc
 from umbel.fsio import fsync_folder, write_durable
-from umbel.tensorfile import dump_tensors
+from umbel.tensorfile import write_tensors
 
 log = logging.getLogger("umbel.server")
 
@@ -43,14 +43,13 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        files = {
-            "state.safetensors": dump_tensors(memory.state),
-            "strategy.safetensors": dump_tensors(memory.strategy),
-        }
-        hashes = {}
-        for name, data in files.items():
-            write_durable(temporary / name, data)
-            hashes[name] = hashlib.sha256(data).hexdigest()
+        hashes, size = {}, 0
+        for name, arrays in (
+            ("state.safetensors", memory.state),
+            ("strategy.safetensors", memory.strategy),
+        ):
+            hashes[name], num_bytes = write_tensors(temporary / name, arrays)
+            size += num_bytes
         half_way()
         manifest = {
             "format": FORMAT,
@@ -72,7 +71,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _prune(root, keep)
-    return target, sum(len(d) for d in files.values()) + len(text)
+    return target, size + len(text)
 
 
 def _prune(root: Path, keep: int) -> None:
@@ -111,37 +110,23 @@ class Writer:
         self.root, self.keep, self.max_failures = root, keep, max_failures
         self.failures = 0
         self._check, self._half_way = check, half_way
-        self._thread: threading.Thread | None = None
-        self._done: Written | None = None
-        self._error: BaseException | None = None
+        self._work: Background[Written] = Background("umbel-checkpoint")
 
     def submit(self, memory: Memory) -> None:
-        """Begin to save `memory`, whose arrays must not be changed from now on; waits for the one before."""
-        assert self._thread is None, "wait() takes in the checkpoint before"
-        self._thread = threading.Thread(target=self._work, args=(memory,), name="umbel-checkpoint")
-        self._thread.start()
+        """Begin to save `memory`, whose arrays must not be changed from now on; the one before is taken in by `wait`."""
+        self._work.start(lambda: self._written(memory))
 
     def wait(self) -> Written | None:
         """Return what became of the submitted checkpoint once it is durable or refused; None without one.
 
         Raises what the write raised: CheckpointError after `max_failures` in a row.
         """
-        if self._thread is None:
-            return None
-        self._thread.join()
-        self._thread, done, error = None, self._done, self._error
-        self._done = self._error = None
-        if error is not None:
-            raise error
-        return done
+        return self._work.finish()
 
-    def _work(self, memory: Memory) -> None:
+    def _written(self, memory: Memory) -> Written:
         began = time.monotonic()
-        try:
-            size = self.save(memory)
-            self._done = Written(memory.round, size, time.monotonic() - began)
-        except BaseException as error:
-            self._error = error
+        size = self.save(memory)
+        return Written(memory.round, size, time.monotonic() - began)
 
     def save(self, memory: Memory) -> int | None:
         """Save and return the bytes written, or None when the disk refused. Raises after `max_failures` in a row."""
@@ -175,9 +160,12 @@ def trajectory_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
         "run.max-consecutive-skips",
         "run.checkpoint-every",
         "run.keep-checkpoints",
+        # A larger budget changes when a run stops, never what it computes.
+        "privacy.budget-epsilon",
     }
-    groups = ("run.", "model.", "data.", "lora.", "train.", "compression.")
+    groups = ("run.", "model.", "data.", "lora.", "train.", "server.", "compression.", "privacy.")
     named = {
+        "clients.mode",
         "clients.weighting",
         "clients.normalise",
         "clients.late",

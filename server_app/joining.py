@@ -152,6 +152,7 @@ class Joining:
                 counters=facts.get("counters"),
                 model=short(str(facts.get("model", ""))),
                 device=facts.get("device"),
+                key=facts.get("key"),
             )
             log.info(
                 "site %s joined: %s training rows, %s held out, %s adapted modules",

@@ -17,6 +17,8 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from server_app.traffic import DOWN, UP, Traffic
+
 # Pulls that may run at once; one hung upload takes one of them until Flower gives it up (180 s).
 PULL_THREADS = 8
 
@@ -61,6 +63,7 @@ class Mailbox:
     def __init__(self, grid: Grid, *, threaded: bool = True) -> None:
         self._grid = grid
         self._threaded = threaded
+        self.traffic = Traffic()
         self._open: dict[str, Parcel] = {}
         self._pulling: set[str] = set()
         self._results: queue.Queue[tuple[str, Message | None, str]] = queue.Queue()
@@ -84,6 +87,7 @@ class Mailbox:
             parcel = Parcel(message_id or "", site, node, tag)
             if message_id:
                 self._open[message_id] = parcel
+                self.traffic.count(node, DOWN, message)
             else:
                 failed.append(
                     Delivery(parcel, None, reason or "the site left before the message could be sent")
@@ -148,6 +152,8 @@ class Mailbox:
                     words = ERROR_WORDS.get(code, "unknown error")
                     detail = " ".join((message.error.reason or "").split())[:300]
                     message, failure = None, f"{words} (code {code}){': ' + detail if detail else ''}"
+                else:
+                    self.traffic.count(message.metadata.src_node_id, UP, message)
         except Exception as error:
             # A broken connection is not a reply: ask again at the next poll, the deadline bounds it.
             if self._threaded:

@@ -23,13 +23,17 @@ from flwr.serverapp import Grid
 import compression
 from compression.payload import is_exact
 from compression.recipes import check as check_recipe
-from server_app import audit, checkpoint
+from server_app import audit, checkpoint, privacy
+from server_app.asynchronous import AsyncEngine
+from server_app.background import Background
+from server_app.downlink import check_downlink, split_memory
 from server_app.evaluate import CentralEvaluation
 from server_app.export import export
 from server_app.fence import Fence, Fenced
 from server_app.joining import Joining
 from server_app.mailbox import Mailbox
 from server_app.operator import Operator
+from server_app.outlets import Outlets
 from server_app.rounds import Engine
 from server_app.sites import Registry
 from server_app.start import Start, prepare
@@ -39,6 +43,7 @@ from umbel import checkpoints
 from umbel.config import Config, to_flat, to_json, to_toml
 from umbel.errors import ConfigError, UmbelError
 from umbel.fsio import write_atomic
+from umbel.privacy.ledger import BudgetExhausted
 from umbel.telemetry.console import last_round_line
 from umbel.telemetry.history import History
 from umbel.telemetry.metrics import write_metrics
@@ -82,8 +87,11 @@ class Session:
         self.config, self._grid, self._simulated = config, grid, simulated
         self._now, self._sleep, self._fault = now, sleep, fault
         self.history = History()
+        self.outlets = Outlets(config)
         # The record of the round that is committed in memory and not yet durable.
         self._unsettled: dict[str, Any] | None = None
+        self._exhausted: BudgetExhausted | None = None
+        self._scoring: Background[tuple[int, dict[str, Any] | None]] = Background("umbel-evaluation")
 
     def run(self) -> int:
         """Do the whole run; errors end as a `run_finished` event and an exit code."""
@@ -95,12 +103,15 @@ class Session:
         try:
             return self._locked()
         finally:
+            self.outlets.close("failed")
             logging.getLogger("umbel").removeHandler(writer)
             writer.close()
             self.fence.close()
 
     def _event(self, event: str, /, *, fsync: bool = False, **fields: Any) -> None:
-        self.history.add(self.folder.events.write(event, fsync=fsync, **fields))
+        record = self.folder.events.write(event, fsync=fsync, **fields)
+        self.history.add(record)
+        self.outlets.take(record)
 
     def _locked(self) -> int:
         outcome, reason, code = "failed", "", 1
@@ -118,6 +129,7 @@ class Session:
             log.error("%s", error)
         except UmbelError as error:
             reason, code = str(error), error.exit_code
+            outcome = "stopped" if isinstance(error, BudgetExhausted) else outcome
             log.error("%s", reason)
         except (KeyboardInterrupt, SystemExit):
             outcome, reason = "stopped", "the server was stopped"
@@ -133,10 +145,12 @@ class Session:
     def _begin(self) -> None:
         config, folder = self.config, self.folder
         check_codecs(config)
+        self.outlets.check()
         # In memory, a reply is whole or absent; over HTTP a pull may hang and gets a thread of its own.
         poll = 0.05 if self._simulated else 0.25
         check_nesting(config, poll)
         memory = self._remembered()
+        spent = privacy.earlier_releases(config, folder.events_jsonl)
         if memory is None and folder.events_jsonl.exists() and folder.events_jsonl.stat().st_size:
             if (folder.path / "run.json").exists() and list(folder.checkpoints.glob("round-*")):
                 raise ConfigError(
@@ -165,6 +179,8 @@ class Session:
             adapted_modules=len(self.start.modules),
             resumed_from=memory.round if memory else None,
         )
+        resumed_from = memory.round if memory else None
+        self.outlets.open(folder.path, self.run_id, self.history, resumed_from=resumed_from)
         log.info(
             "run %s: %s on %s, %d rounds, %d numbers exchanged%s",
             self.run_id,
@@ -190,10 +206,9 @@ class Session:
             poll_seconds=poll,
             patient=not self._simulated,
         )
-        self.engine = Engine(
+        self.engine = (AsyncEngine if config.clients.mode == "async" else Engine)(
             config,
             strategy,
-            self.start.layout,
             self.start.state,
             mailbox,
             joining,
@@ -204,14 +219,19 @@ class Session:
             poll_seconds=poll,
             fault=self._fault,
             before_send=self._settle,
+            follow_up=config.clients.follow_up and not self._simulated,
             keep_update=audit.keeper(folder.path) if config.telemetry.keep_updates else None,
             operator=Operator(folder.path / "operator.toml", self._event),
+            split=self._split(strategy),
         )
         if memory is not None:
             self._restore(memory, strategy, registry)
             self._complete_log(memory)
         elif config.telemetry.keep_updates:
             audit.keep_start(folder.path, self.start.state, self.start.layout)
+        if self.engine.privacy is not None:
+            self.engine.privacy.recall([*(memory.meta.get("privacy", []) if memory else []), *spent])
+            self.engine.privacy.announce(config.run.rounds)
         self.writer = checkpoint.Writer(
             folder.checkpoints,
             keep=config.run.keep_checkpoints,
@@ -224,6 +244,14 @@ class Session:
         if config.eval.sample_prompt and memory is None:
             self._sample("before")
         joining.wait_for_start(config.clients.minimum, config.clients.start_timeout_seconds)
+
+    def _split(self, strategy: Any) -> Any:
+        """Return what a split run adds to the engine, None for any other."""
+        if self.config.run.task != "split":
+            return None
+        from server_app.split_round import make_split
+
+        return make_split(self.config, strategy, self._event, self.folder.path)
 
     def _run_id(self, memory: checkpoints.Memory | None) -> str:
         """Return the identity under which sites keep their state: the same after a resume, new otherwise."""
@@ -265,11 +293,15 @@ class Session:
 
     def _restore(self, memory: checkpoints.Memory, strategy: Any, registry: Registry) -> None:
         engine, meta = self.engine, memory.meta
-        engine.state, engine.round = memory.state, memory.round
+        standing = engine.standing
+        standing.state, standing.round = memory.state, memory.round
         for row in self.history.rounds:
-            engine.attempts[row.round] = max(row.attempt, engine.attempts.get(row.round, 0))
-        engine.norms, engine.arrivals = list(meta["norms"]), list(meta["arrivals"])
-        strategy.load_state_dict(memory.strategy)
+            standing.attempts[row.round] = max(row.attempt, standing.attempts.get(row.round, 0))
+        standing.norms, standing.arrivals = list(meta["norms"]), list(meta["arrivals"])
+        own, shadow = split_memory(memory.strategy)
+        strategy.load_state_dict(own)
+        if engine.ctx.broadcast is not None:
+            engine.ctx.broadcast.restore(shadow, meta["downlink"])
         registry.reference.update(meta["reference"])
         registry.recall(meta["sites"])
 
@@ -278,15 +310,18 @@ class Session:
         known = [row.round for row in self.history.committed]
         if memory.round > max(known, default=0):
             self._event("round_committed", fsync=True, **memory.meta["record"])
+        self.outlets.commit(memory.meta["record"])
 
     def _memory(self, record: dict[str, Any]) -> checkpoints.Memory:
         engine = self.engine
+        # Replaced whole at each commit, as the state is.
+        shadow = engine.ctx.broadcast.state()[0] if engine.ctx.broadcast else {}
         return checkpoints.Memory(
             engine.round,
             int(record["attempt"]),
             engine.state,
             # The engine replaces its state whole; what a method or a table changes in place is copied here.
-            {name: np.array(value) for name, value in engine.strategy.state_dict().items()},
+            {name: np.array(value) for name, value in engine.strategy.state_dict().items()} | shadow,
             copy.deepcopy(self._meta(record)),
         )
 
@@ -295,18 +330,24 @@ class Session:
         return {
             "run": self.run_id,
             "config": to_flat(self.config),
-            "norms": list(engine.norms),
-            "arrivals": engine.arrivals,
+            "norms": list(engine.standing.norms),
+            "arrivals": list(engine.standing.arrivals),
             "reference": engine.registry.reference,
             "sites": engine.registry.memories(),
             "record": record,
+            "downlink": engine.ctx.broadcast.state()[1] if engine.ctx.broadcast else {},
+            "privacy": engine.privacy.rows() if engine.privacy else [],
             "fence": self.fence.token,
         }
 
     def _rounds(self) -> None:
         config, engine = self.config, self.engine
         while engine.round < config.run.rounds:
-            record = engine.run_round()
+            try:
+                record = engine.run_round()
+            except BudgetExhausted as error:
+                self._exhausted = error
+                break
             self.fence.check()
             every = config.run.checkpoint_every
             self._unsettled = record
@@ -316,7 +357,8 @@ class Session:
                 self._settle()
             self._score_centrally()
         self._settle()
-        if config.eval.final:
+        self._take_score()
+        if config.eval.final and config.run.task != "split":
             result = engine.evaluate_sites()
             if result is not None:
                 self._event("evaluated", round=engine.round, where="sites", **result)
@@ -325,17 +367,28 @@ class Session:
         log.info("exported to %s", path)
         if config.eval.sample_prompt:
             self._sample("after")
+        if self._exhausted is not None:
+            raise self._exhausted
 
     def _score_centrally(self) -> None:
-        """Score the state on the server's own held-out rows, every `eval.every` rounds and at the end."""
+        """Begin to score the state on the server's own held-out rows, every `eval.every` rounds and at the end.
+
+        It runs beside the next round and is at most one evaluation behind.
+        """
         every, last = self.config.eval.every, self.engine.round == self.config.run.rounds
         due = last or (every > 0 and self.engine.round % every == 0)
         if self.central is None or not due:
             return
-        result = self.central.score(self.engine.state)
+        self._take_score()
+        central, state, index = self.central, self.engine.state, self.engine.round
+        self._scoring.start(lambda: (index, central.score(state)))
+
+    def _take_score(self) -> None:
+        """Write down the evaluation that ran beside the last round; waits for it."""
+        index, result = self._scoring.finish() or (0, None)
         if result is not None:
-            self._event("evaluated", round=self.engine.round, where="server", **result)
-            log.info("central held-out loss after round %d: %.4f", self.engine.round, result["loss"])
+            self._event("evaluated", round=index, where="server", **result)
+            log.info("central held-out loss after round %d: %.4f", index, result["loss"])
 
     def _settle(self) -> None:
         """Wait until the committed round is durable, and only then say that it is committed."""
@@ -353,8 +406,20 @@ class Session:
                     bytes=written.num_bytes,
                     seconds=written.seconds,
                 )
+        self.outlets.commit(record)
         self._event("round_committed", fsync=True, **record)
+        self._note_traffic()
         log.info("%s", last_round_line(self.history))
+
+    def _note_traffic(self) -> None:
+        """Write down the bytes on the wire since the last time, by site, phase and direction."""
+        engine: Engine | None = getattr(self, "engine", None)
+        if engine is None:
+            return
+        names = {site.node: site.name for site in engine.registry.sites.values()}
+        rows = engine.ctx.mailbox.traffic.take(names)
+        if rows:
+            self._event("traffic", rows=rows)
 
     def _sample(self, when: str) -> None:
         from server_app.sample import answer
@@ -369,6 +434,7 @@ class Session:
 
     def _finish(self, outcome: str, reason: str, code: int) -> None:
         """Write the last event and everything computed from the events; a failing report fails nothing else."""
+        self._note_traffic()
         self._event(
             "run_finished",
             fsync=True,
@@ -377,6 +443,7 @@ class Session:
             rounds=len(self.history.committed),
             exit_code=code,
         )
+        self.outlets.close(outcome)
         self.folder.write_summary(summary(self.history))
         for write in (lambda: write_metrics(self.history, self.folder.metrics_csv), self._report):
             try:
@@ -398,15 +465,9 @@ def check_codecs(config: Config) -> None:
         except ConfigError as error:
             allowed = "'exact', 'int8(256,rtn)', ..."
             raise ConfigError(key, f"is no codec: {error}", got=spec, allowed=allowed) from None
-    if not is_exact(c.down):
-        raise ConfigError(
-            "compression.down",
-            "loses bits: what the sites then hold would not be the state the server keeps",
-            got=c.down,
-            allowed="'exact' or 'lossless'",
-        )
+    check_downlink(config)
     if not is_exact(c.up):
-        for note in check_recipe(c.up, residual=c.feedback > 0):
+        for note in check_recipe(c.up, residual=c.feedback > 0, momentum=outer_momentum(config)):
             log.warning("compression.up: %s", note)
     elif c.feedback > 0:
         raise ConfigError(
@@ -415,6 +476,12 @@ def check_codecs(config: Config) -> None:
             got=c.feedback,
             allowed="0, or a lossy compression.up",
         )
+
+
+def outer_momentum(config: Config) -> float:
+    """Return the momentum of the server's outer step, 0.0 for a rule without one."""
+    moves = config.server.optimizer in ("fedavgm", "nesterov") or config.run.method == "delayed"
+    return config.server.momentum if moves else 0.0
 
 
 def summary(history: History) -> dict[str, Any]:

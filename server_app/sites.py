@@ -41,6 +41,8 @@ class Site:
     # Rounds in a row that it left unanswered, and the round until which it is left alone for that.
     silences: int = 0
     resting_until: int = 0
+    # Name of the model it proved or said to hold, where the way down is lossy (`server_app.downlink`).
+    held: str = ""
 
     def note(self, round_index: int, attempt: int, outcome: str) -> None:
         """Remember what became of one update; the newest few are told to the site."""
@@ -56,6 +58,7 @@ class Site:
             "banned_until": self.banned_until,
             "silences": self.silences,
             "resting_until": self.resting_until,
+            "held": self.held,
         }
 
 
@@ -110,12 +113,15 @@ class Registry:
                 banned_until=int(past.get("banned_until", 0)),
                 silences=int(past.get("silences", 0)),
                 resting_until=int(past.get("resting_until", 0)),
+                held=str(past.get("held", "")),
             )
             self.sites[name] = known
         if known.node != node:
             # A new process: its silence belonged to the old one.
             known.silences = known.resting_until = 0
         known.node, known.facts = node, facts
+        if isinstance(facts.get("held"), str):
+            known.held = facts["held"][:64]
         return ""
 
     def available(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compression import Layout
-from compression.layout import Role
+from compression.roles import role_for
 from umbel.config import Config
 from umbel.errors import ModelError
 from umbel.models.adapter import AdaptedModule
@@ -45,7 +45,7 @@ def prepare(config: Config) -> Start:
     from umbel.models.adapter import adapted_modules, attach, initial_adapter
     from umbel.models.fingerprint import adapter_fingerprint, base_fingerprint, tokenizer_fingerprint
     from umbel.models.source import load_model, load_tokenizer, meta_model
-    from umbel.models.state import read_state, role_of
+    from umbel.models.state import read_state
 
     spec, settings = described(config)
     modules: list[AdaptedModule] = []
@@ -54,13 +54,16 @@ def prepare(config: Config) -> Start:
         state = initial_adapter(modules, settings, config.run.seed)
     else:
         state = read_state(load_model(spec), "full")
-    layout = Layout.from_arrays(state, lambda name: Role[role_of(name).upper()])
+    layout = Layout.from_arrays(state, role_for)
     reference = {
         "layout": layout.digest(),
         "adapter": adapter_fingerprint(settings, modules) if modules else "",
         "tokenizer": tokenizer_fingerprint(load_tokenizer(spec)),
         "model": "",
     }
+    if config.run.task == "split":
+        # No site holds the whole base: the halves are compared when they meet.
+        return Start(spec, settings, modules, layout, state, reference)
     try:
         reference["model"] = base_fingerprint(spec)
     except ModelError as error:

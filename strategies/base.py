@@ -28,7 +28,8 @@ from flwr.serverapp.strategy import Strategy
 import compression
 from compression import Layout
 from compression.flower import array_to_frame, frame_to_array
-from compression.layout import DTYPES, Role
+from compression.layout import DTYPES
+from compression.roles import role_for
 from strategies import server_optimizer
 from strategies.aggregation.rules.capabilities import Capabilities, Needs
 from strategies.aggregation.rules.capabilities import check as check_needs
@@ -48,9 +49,11 @@ from umbel.messages import (
     parse_json,
 )
 from umbel.models.lora import LoraSettings, scale_of
-from umbel.models.names import role_of
 
 log = logging.getLogger("umbel.strategy")
+
+# Methods whose maths knows no adapter: they serve whole models too.
+WHOLE_MODEL = ("fedavg", "sparseloco", "delayed")
 
 
 @dataclass(frozen=True)
@@ -127,15 +130,17 @@ class UmbelStrategy(Strategy):
         """Raise ConfigError when the configuration is wrong for this method, naming what to use instead."""
         name = config.run.method
         needs = Needs(
-            heterogeneous_rank=bool(config.lora.site_ranks), stale_updates=config.clients.late == "weight"
+            heterogeneous_rank=bool(config.lora.site_ranks),
+            quantised_base=config.model.quantization != "none",
+            stale_updates=config.clients.late == "weight",
         )
         check_needs(name, self.capabilities, needs)
-        if config.train.mode != "lora" and name not in ("fedavg",):
+        if config.train.mode != "lora" and name not in WHOLE_MODEL:
             raise ConfigError(
                 "run.method",
                 "averages adapters and needs train.mode = 'lora'",
                 got=name,
-                allowed="'fedavg' for full training",
+                allowed=f"{', '.join(map(repr, WHOLE_MODEL))} for full training",
             )
         if config.telemetry.keep_updates and name not in ("fedavg", "fedit"):
             raise ConfigError(
@@ -369,11 +374,6 @@ class UmbelStrategy(Strategy):
     def summary(self) -> None:
         """Log what this method exchanges."""
         log.info("%s: %d tensors, %d numbers", self.name, len(self.layout.entries), self.layout.numel)
-
-
-def role_for(name: str) -> Role:
-    """Return a tensor's role by its name, as both sides compute it."""
-    return Role[role_of(name).upper()]
 
 
 def adapter_layers(layout: Layout) -> list[AdapterLayer]:

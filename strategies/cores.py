@@ -130,6 +130,18 @@ class FedSB(CoreStrategy):
     capabilities = dataclasses.replace(fedsb.CAPABILITIES, heterogeneous_rank=False)
     _crc = ""
 
+    def check(self, config: Config) -> None:
+        """As the base; refuses a quantised base, whose codes have no gradient to start from."""
+        super().check(config)
+        if config.model.quantization != "none":
+            raise ConfigError(
+                "model.quantization",
+                "leaves no gradient of the base weights, from which method fedsb takes its factors",
+                got=config.model.quantization,
+                allowed="'none'",
+                remedy="Use run.method = 'ravan' or 'carry' on a quantised base.",
+            )
+
     def exchange(self, seat: Seat, commits: int) -> Exchange:
         """First a gradient; then factors and core down, to a returning site the core alone; core up."""
         return exchange_of(self.config, commits, frozen_crc=self._crc, returning=seat.returning)

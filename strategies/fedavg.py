@@ -21,6 +21,7 @@ from strategies.aggregation.mean import WeightedMean
 from strategies.aggregation.rules import fedit
 from strategies.base import Outcome, SiteUpdate, UmbelStrategy
 from strategies.contributions import Contributions
+from strategies.outer.solo import is_degraded
 
 
 class FedAvg(UmbelStrategy):
@@ -51,6 +52,11 @@ class FedAvg(UmbelStrategy):
                 metrics["exactness"] = {
                     k: report[k] for k in ("relative_error", "worst_layer", "worst_layer_error")
                 }
+        if mean.num_contributors == 0:
+            # Not even the momentum moves.
+            return Outcome(dict(state), metrics)
+        if is_degraded(self.config.server.solo, len(self.given), mean.num_contributors):
+            return Outcome({**state, **served}, metrics)
         return Outcome(self.stepped(state, served), metrics)
 
     def _layers(

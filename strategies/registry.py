@@ -8,6 +8,7 @@ from compression import Layout
 from strategies.base import UmbelStrategy
 from strategies.carry import Carry, FedEx, FLoRA
 from strategies.cores import FedSB, Ravan
+from strategies.delayed import Delayed
 from strategies.ecolora import EcoLoRA
 from strategies.fedask import FedASK
 from strategies.fedavg import FedAvg
@@ -16,6 +17,8 @@ from strategies.fedsa import FedSA
 from strategies.ffa import FFA
 from strategies.redistribute import FlexLoRA, HetLoRA, RaFLoRA
 from strategies.rolora import RoLoRA
+from strategies.sparseloco import SparseLoCo
+from strategies.split import SplitFed
 from umbel.config import Config
 
 METHODS: dict[str, type[UmbelStrategy]] = {
@@ -35,9 +38,13 @@ METHODS: dict[str, type[UmbelStrategy]] = {
     "ravan": Ravan,
     "fedask": FedASK,
     "ecolora": EcoLoRA,
+    "sparseloco": SparseLoCo,
+    "delayed": Delayed,
 }
 
 
 def build(config: Config, layout: Layout, scales: Mapping[str, float]) -> UmbelStrategy:
     """Return the method named by `run.method`, checked against the configuration."""
+    if config.run.task == "split":
+        return SplitFed(config, layout, scales)
     return METHODS[config.run.method](config, layout, scales)

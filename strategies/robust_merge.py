@@ -3,6 +3,7 @@
     x  <-  g + sum_i c_i (x_i - g)                      coefficients c from the rule (krum, multi-krum,
                                                         geometric-median, centred-clipping, norm-clipping)
     x  <-  g + rule_j (x_1j - g_j, .., x_nj - g_j)      coordinate by coordinate (coordinate-median, trimmed-mean)
+    x  <-  g + mean length along the mean direction     tensor by tensor (rda: `strategies.outer.rda`)
 
 g is the state the sites started from. The rules and their papers: `strategies.aggregation.robust`. For an adapter
 x is the effective update s B A of a layer and never a factor: factors of two sites have no common basis. What
@@ -30,6 +31,8 @@ from strategies.aggregation.robust.distance import adapter_squared_distances, sq
 from strategies.aggregation.robust.geometric_median import geometric_median_coefficients
 from strategies.aggregation.robust.krum import krum_selection
 from strategies.base import Outcome, SiteUpdate, UmbelStrategy
+from strategies.outer import rda
+from strategies.outer.solo import is_degraded
 from umbel.config import Config
 from umbel.config.check import fewest_updates
 
@@ -44,6 +47,7 @@ class RobustMerge:
     def __init__(self, config: Config, strategy: UmbelStrategy) -> None:
         self.rule, self.byzantine = config.clients.merge, config.clients.byzantine
         self.factor, self.scales = config.clients.clip_factor, strategy.scales
+        self._strategy, self._solo = strategy, config.server.solo
 
     def aggregate(
         self, state: Arrays, updates: Iterable[SiteUpdate], *, expected_weight: float | None = None
@@ -58,7 +62,10 @@ class RobustMerge:
         )
         pairs = pair_layers(state) if self.scales else {}
         plain = [n for n in state if n not in {name for pair in pairs.values() for name in pair}]
-        if self.rule in COORDINATE_RULES:
+        if self.rule == "rda":
+            given = effective = shares([u.weight for u in known], len(known))
+            merged, tail = self._by_direction(state, known, given), 0.0
+        elif self.rule in COORDINATE_RULES:
             merged, effective, tail = self._by_coordinate(state, known, pairs, plain)
             given = np.full(len(known), 1.0 / len(known))
         else:
@@ -71,7 +78,27 @@ class RobustMerge:
             "effective": {u.site: float(v) for u, v in zip(known, effective)},
             "truncation": tail,
         }
-        return Outcome({name: merged[name] for name in state}, {"robust": report})
+        whole = {name: merged[name] for name in state}
+        # The outer step comes after the merge, whatever the merge was.
+        alone = is_degraded(self._solo, len(self._strategy.given), len(known))
+        return Outcome(whole if alone else self._strategy.stepped(state, whole), {"robust": report})
+
+    def _by_direction(
+        self, state: Arrays, known: list[SiteUpdate], weights: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """RDA, tensor by tensor; whole models only."""
+        merged = {}
+        for name, value in state.items():
+            start = np.asarray(value).reshape(-1)
+            rows = [np.asarray(u.arrays[name]).reshape(-1) for u in known]
+
+            def rule(values: list[np.ndarray], name: str = name, start: np.ndarray = start) -> np.ndarray:
+                wide = start.astype(np.float64)
+                deltas = [row.astype(np.float64) - wide for row in values]
+                return wide + rda.merge(deltas, weights, plain=rda.is_embedding(name))
+
+            merged[name] = self._plain(value, rows, rule)
+        return merged
 
     def _coefficients(
         self, state: Arrays, known: list[SiteUpdate], pairs: dict, plain: list[str], given: np.ndarray

@@ -9,10 +9,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-# sysexits.h: the caller's data or configuration is wrong / a service is temporarily unavailable.
+# sysexits.h: the caller's data or configuration is wrong / a service is temporarily unavailable / not permitted.
 EXIT_CONFIG = 78
 EXIT_DATA = 65
 EXIT_UNAVAILABLE = 75
+EXIT_PRIVACY = 77
 
 
 class UmbelError(Exception):
@@ -50,6 +51,8 @@ class RefusalKind(StrEnum):
     NON_FINITE = "non_finite"
     DEADLINE = "deadline"
     EXCEPTION = "exception"
+    POLICY = "policy"
+    GAP = "gap"
 
 
 class Refusal(UmbelError):

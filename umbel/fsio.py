@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+
+def safe_name(text: str) -> str:
+    """Return `text` as a file or folder name that cannot leave its parent."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".")
+    return cleaned[:100] or "_"
 
 
 def fsync_folder(folder: Path) -> None:

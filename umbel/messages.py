@@ -24,6 +24,8 @@ PROTOCOL_VERSION = 1
 JOIN = "query.join"
 TRAIN = "train"
 EVALUATE = "evaluate"
+# Answered at once, with nothing (`server_app.follow_up` says what for).
+FOLLOW_UP = "query.follow_up"
 CONTROL_RECORD = "umbel"
 FRAME_RECORD = "frame"
 

@@ -13,7 +13,8 @@ names in this process's copy of one Flower module are replaced; nothing that is 
 
 This is the only module that uses Flower's internals. `problem` compares what it needs with the Flower that is
 installed; at any difference, or with options it does not serve, there is one warning and the stock SuperNode runs
-instead: same results, slower. Node config: `allowed-bundles`, comma separated starts of bundle hashes; empty: any.
+instead: same results, slower; with a site policy (`umbel.policy`) it does not start then. Node config:
+`allowed-bundles`, comma separated starts of bundle hashes; empty: any.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 PINNED = "1.42."
+EXIT_CONFIG = 78
 STOCK = "flower-supernode"
 # Module -> name -> the parameters that are used; () for names whose signature does not matter here.
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -196,19 +198,26 @@ class Executor:
     def reply(self, message: Any, context: Any, fab: Any) -> Any:
         """Return the worker's answer to one message; the worker runs the code of the message's bundle."""
         from client_app.app import answer
+        from client_app.gate import gated
         from client_app.resident.client import ask
-        from umbel.messages import EVALUATE, JOIN, TRAIN
+        from client_app.resident.installed import facts_of
+        from umbel.messages import EVALUATE, FOLLOW_UP, JOIN, TRAIN
 
         kind = message.metadata.message_type
+        if kind == FOLLOW_UP:
+            return answer(kind, message, context)
         if kind not in (JOIN, TRAIN, EVALUATE):
             raise ValueError(f"no handler for messages of type {kind!r}")
         root = self.bundle(fab, str(context.node_config.get("allowed-bundles", "")))
         through = self._through or partial(ask, root=root, owner=self._owner)
-        return answer(kind, message, context, through=through)
+        # This is installed code: the bundle's worker cannot go round the site's policy here.
+        return answer(kind, message, context, through=gated(through, bundle=facts_of(fab.hash_str, root)))
 
     def bundle(self, fab: Any, allowed: str) -> Path:
         """Return the folder of an installed bundle; PermissionError when the site does not allow it."""
         from flwr.supernode.runtime.run_clientapp import install_from_fab
+
+        from client_app.resident.installed import check_installed
 
         starts = [start.strip() for start in allowed.split(",") if start.strip()]
         if starts and not any(fab.hash_str.startswith(start) for start in starts):
@@ -216,6 +225,7 @@ class Executor:
         known = self._installed.get(fab.hash_str)
         if known is None or not known.is_dir():
             known = install_from_fab(fab.content, skip_prompt=True)
+            check_installed(known, fab.content, fab.hash_str)
             self._installed[fab.hash_str] = known
         if not (known / "client_app/resident/worker.py").is_file():
             raise LookupError("the bundle is not one of Umbel; this site runs `umbel site`")
@@ -244,6 +254,11 @@ def value_of(arguments: list[str], option: str) -> str:
     return ""
 
 
+def names_policy(arguments: list[str]) -> bool:
+    """Tell whether the operator named a site policy (`umbel.policy`)."""
+    return bool(os.environ.get("UMBEL_SITE_POLICY")) or "policy=" in value_of(arguments, "--node-config")
+
+
 def free_port() -> int:
     """Return a TCP port on loopback that nobody listens on now."""
     with socket.socket() as probe:
@@ -263,6 +278,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the site; returns only when the SuperNode ends."""
     arguments = sys.argv[1:] if arguments is None else arguments
     reason = problem(arguments)
+    if reason and names_policy(arguments):
+        print(
+            f"umbel site: {reason}; the stock {STOCK} would let the run's own code check the site's policy. Mend that, "
+            "or start without a policy",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIG
     if reason:
         print(f"umbel site: {reason}; the stock {STOCK} is used instead", file=sys.stderr, flush=True)
         stock(arguments)

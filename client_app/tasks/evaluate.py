@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from client_app.batches import sequences, wide_for
+from client_app.batches import batches, sequences, wide_for
 from client_app.clock import Clock
-from umbel.models.loss import row_loss
+from umbel.models.loss import batch_loss
 
 
 class HeldoutSums(NamedTuple):
@@ -33,17 +33,18 @@ def evaluate(
 
     from client_app.precision import autocast
 
-    was_training = model.training
+    was_training, wide = model.training, wide_for(model)
     model.eval()
     loss_sum, tokens, correct = 0.0, 0, 0
     try:
         with torch.no_grad(), autocast(model, precision):
             for start in range(0, len(rows), batch_size):
                 batch = rows[start : start + batch_size]
-                for s in sequences(batch, max_tokens=max_tokens, packing=packing, wide=wide_for(model)):
+                found = sequences(batch, max_tokens=max_tokens, packing=packing, wide=wide)
+                for part in batches(found, max_tokens=max_tokens, wide=wide):
                     if clock.expired:
                         return None
-                    out = row_loss(model, s.input_ids, s.position_ids, s.keep, s.targets, count_correct=True)
+                    out = batch_loss(model, *part, count_correct=True)
                     loss_sum += float(out.loss)
                     tokens += out.tokens
                     correct += out.correct

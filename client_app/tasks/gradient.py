@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from client_app.batches import sequences
+from client_app.batches import batches, sequences
 from client_app.clock import Clock
 from client_app.precision import autocast
 from client_app.tasks.sft import TrainResult
@@ -22,7 +22,7 @@ from umbel.config.schema import Config
 from umbel.data.cursor import Cursor, take
 from umbel.errors import Refusal, RefusalKind
 from umbel.exchange import A, B
-from umbel.models.loss import row_loss
+from umbel.models.loss import batch_loss
 
 
 def low_rank_gradient(
@@ -54,13 +54,14 @@ def low_rank_gradient(
             )
         weight.requires_grad_(True)
     model.eval()
-    parts = sequences([rows[i] for i in picked], max_tokens=max_tokens, packing=packing)
+    found = sequences([rows[i] for i in picked], max_tokens=max_tokens, packing=packing)
+    parts = batches(found, max_tokens=max_tokens)
     tokens = sum(len(s.targets) for s in parts)
     loss_sum = 0.0
     try:
         for s in parts:
             with autocast(model, precision):
-                out = row_loss(model, s.input_ids, s.position_ids, s.keep, s.targets)
+                out = batch_loss(model, *s)
             (out.loss / max(1, tokens)).backward()
             loss_sum += float(out.loss.detach())
         if not math.isfinite(loss_sum):

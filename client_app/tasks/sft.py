@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from client_app import ranks
-from client_app.batches import sequences, wide_for
+from client_app.batches import batches, sequences, wide_for
 from client_app.clock import Clock
 from client_app.precision import autocast
 from client_app.schedule import learning_rate
 from umbel.config.schema import Config
 from umbel.data.cursor import Cursor, take
 from umbel.errors import Refusal, RefusalKind
-from umbel.models.loss import row_loss
+from umbel.models.loss import batch_loss
 from umbel.models.state import named_trainable, read_state
 from umbel.seeds import derive_seed
 
@@ -146,9 +146,9 @@ def one_step(
         return 0.0, 0
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    for s in ranks.share(parts):
+    for s in batches(ranks.share(parts), max_tokens=max_tokens, wide=wide):
         with autocast(model, precision):
-            out = row_loss(model, s.input_ids, s.position_ids, s.keep, s.targets)
+            out = batch_loss(model, *s)
         (out.loss / tokens).backward()
         total += float(out.loss.detach())
     total = ranks.total(total)
@@ -165,13 +165,9 @@ def one_step(
 
 def make_optimizer(parameters: list[Any], config: Config) -> Any:
     """Return AdamW; weight decay applies to matrices only, not to norms and biases."""
-    import torch
+    from umbel.local_step import make_optimizer as make
 
-    t = config.train
-    decayed = [p for p in parameters if p.ndim >= 2]
-    plain = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": t.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=t.learning_rate, betas=(t.beta1, t.beta2))
+    return make(parameters, config.train)
 
 
 def pull_back(parameters: list[Any], anchors: list[Any], amount: float) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from strategies.aggregation import fused
 from strategies.aggregation.dtypes import all_finite, kind_of
 from strategies.aggregation.errors import UpdateError
 from umbel.errors import ConfigError
@@ -104,8 +105,14 @@ class ServerOptimizer:
         """Return what is added to x for one float64 block; `state` blocks are replaced by new arrays."""
         raise NotImplementedError
 
+    def _fused(self, name: str, value: np.ndarray, target: np.ndarray, slots: dict[str, np.ndarray]) -> bool:
+        """Do the same in one compiled pass; False where a rule has none."""
+        return False
+
     def _walk(self, name: str, value: np.ndarray, target: np.ndarray) -> None:
         slots = {slot: self._slot(slot, name, value.size) for slot in self._tensor_slots()}
+        if fused.usable(value, target, *slots.values()) and self._fused(name, value, target, slots):
+            return
         for at in range(0, value.size, BLOCK):
             part = slice(at, at + BLOCK)
             old = value[part].astype(np.float64)
@@ -154,8 +161,23 @@ class SGD(ServerOptimizer):
             return
         super().step(params, average)
 
+    def is_buffer(self, name: str) -> bool:
+        """Tell whether a tensor is averaged only."""
+        return self._is_buffer(name)
+
+    def momentum_of(self, name: str, size: int) -> np.ndarray:
+        """Return the live momentum [size] of a tensor, zero at first."""
+        return self._slot("momentum", name, size)
+
     def _tensor_slots(self) -> tuple[str, ...]:
         return self.slots if self.momentum else ()
+
+    def _fused(self, name: str, value: np.ndarray, target: np.ndarray, slots: dict[str, np.ndarray]) -> bool:
+        if self.momentum:
+            fused.sgd(value, target, slots["momentum"], self.lr, self.momentum, self.nesterov)
+        else:
+            fused.plain(value, target, self.lr)
+        return True
 
     def _update(self, name: str, delta: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
         if not self.momentum:
@@ -209,6 +231,13 @@ class Adaptive(ServerOptimizer):
 
     def _initial(self, slot: str, name: str) -> float:
         return self._tau(name) ** 2 if slot == "v" else 0.0
+
+    def _fused(self, name: str, value: np.ndarray, target: np.ndarray, slots: dict[str, np.ndarray]) -> bool:
+        if self.rule == "adagrad":
+            return False
+        moments = (slots["m"], slots["v"])
+        fused.adaptive(value, target, moments, self.lr, self.betas, self._tau(name), self.rule == "yogi")
+        return True
 
     def _update(self, name: str, delta: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
         (beta1, beta2), square, v = self.betas, delta**2, state["v"]

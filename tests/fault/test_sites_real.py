@@ -124,6 +124,7 @@ def test_f30_a_loss_that_is_no_number_is_refused(run) -> None:
 
 
 def test_f04_a_stopped_node_is_late_or_in_time_and_counts_once(run) -> None:
+    """F04, F09: its answer to round 5 comes in a later one, is dropped as configured, and never counts twice."""
     late = [e for e in run["events"] if e["event"] == "update_rejected" and e["site"] == "dog" and e["late"]]
     assert {e["round"] for e in late} <= {5}
     counted = [a["of_round"] for r in commits(run["events"]) for a in r["accepted"] if a["site"] == "dog"]

@@ -76,6 +76,7 @@ def test_a_simulation_leaves_all_that_it_promises(simulated) -> None:
 @pytest.mark.federation
 @pytest.mark.timeout(420)
 def test_simulation_equals_a_federation_bit_for_bit(simulated, tmp_path) -> None:
+    """F00: the same run twice, once on virtual sites and once between real processes."""
     with Federation(tmp_path, {"clinic": "demo:clinic", "kitchen": "demo:kitchen"}) as federation:
         run_id = federation.start(*SETTINGS, f"run.output-dir={tmp_path / 'run'}")
         status = federation.wait(run_id, seconds=300)

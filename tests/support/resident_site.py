@@ -154,7 +154,7 @@ def script(folder: Path, text: str) -> tuple[str, ...]:
     path.write_text(
         "import json, sys, time\n"
         "from client_app.resident.worker import Settings, Worker\n"
-        "from client_app.service import blank_reply\n"
+        "from client_app.replies import blank_reply\n"
         f"{text}\n"
         "sys.exit(Worker(Settings(**json.loads(sys.argv[1])), Service).run())\n"
     )

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-import client_app.service
+import client_app.train_round
 import compression
 from client_app.tasks.work import local_work
 from compression import Layout
 from compression.flower import array_to_frame
 from compression.payload import decode_update
-from strategies.base import role_for
+from compression.roles import role_for
 from support.inprocess import commits, make_session
 from umbel.exchange import Exchange
 from umbel.messages import CONTROL_RECORD, FRAME_RECORD, TRAIN, Instruction, Reply, from_record
@@ -131,7 +131,7 @@ def run_method(monkeypatch: Any, folder: Path, method: str, *overrides: str, **o
         sent = decode_update(up, second, order.up, {**wanted[1], **received})
         done.wire.append(Wire(name, order.round, exchange, received, sent, answer.weight))
 
-    monkeypatch.setattr(client_app.service, "local_work", work)
+    monkeypatch.setattr(client_app.train_round, "local_work", work)
     session = make_session(
         folder, *SETTINGS, f"run.method={method}", *overrides, sites=sites, wrap=wrap, **options
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from compression import Layout
 from compression.flower import array_to_frame, frame_to_array
 from server_app.joining import Joining
 from server_app.mailbox import Mailbox
+from server_app.operator import Operator
 from server_app.rounds import Engine
 from server_app.sites import Registry
 from strategies.fedavg import FedAvg
@@ -135,6 +137,9 @@ def make_bench(
     delays: Mapping[str, float] | None = None,
     fault: Callable[[str, int], Any] = lambda point, round_index: None,
     join: bool = True,
+    before_send: Callable[[], None] = lambda: None,
+    operator_file: Path | None = None,
+    method: Callable[..., Any] = FedAvg,
 ) -> Bench:
     """Return an engine whose sites have joined. Defaults: deadline 100 s, grace 20 s, quorum half."""
     settings = [
@@ -167,8 +172,7 @@ def make_bench(
     )
     engine = Engine(
         config,
-        FedAvg(config, layout),
-        layout,
+        method(config, layout),
         {k: v.copy() for k, v in STATE.items()},
         mailbox,
         joining,
@@ -178,6 +182,8 @@ def make_bench(
         sleep=clock.sleep,
         poll_seconds=0.5,
         fault=fault,
+        before_send=before_send,
+        operator=Operator(operator_file, record),
     )
     if join:
         joining.wait_for_start(config.clients.minimum, config.clients.start_timeout_seconds)

@@ -2,8 +2,8 @@
 
 Every method is run once a seed, each run in a folder of its own that stays; the table is computed from their event
 logs. A method that takes several engine rounds for one of its own gets as many more (`umbel.methods.STAGES`), so
-that all train on the same number of tokens; the table says how many those were. Local-only and centralised arms are
-not part of it: `benchmarks/` has a script that compares with both.
+that all train on the same number of tokens; the table says how many those were. `local` and `centralised` among the
+methods are the two baselines (`umbel.cli.arms`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from umbel.cli.arms import ARMS, arm_configurations, one_row_a_seed
 from umbel.config import Config, resolve
 from umbel.config.schema import METHODS
 from umbel.errors import ConfigError
@@ -40,15 +41,18 @@ def configurations(
     recipe: Any, overrides: Sequence[str], methods: Sequence[str], seeds: int, folder: Path
 ) -> list[tuple[str, int, Config]]:
     """Return (method, seed, configuration) of every run; all are checked before the first one starts."""
-    unknown = [m for m in methods if m not in METHODS]
+    unknown = [m for m in methods if m not in (*METHODS, *ARMS)]
     if unknown or not methods:
         raise ConfigError(
-            "--methods", "names no method", got=unknown or "nothing", allowed=", ".join(METHODS)
+            "--methods", "names no method", got=unknown or "nothing", allowed=", ".join((*METHODS, *ARMS))
         )
     plain = resolve(recipe, list(overrides))
     found = []
     for seed in range(plain.run.seed, plain.run.seed + seeds):
         for method in methods:
+            if method in ARMS:
+                found += arm_configurations(method, recipe, overrides, seed, folder)
+                continue
             own = [
                 f"run.method={method}",
                 f"run.seed={seed}",
@@ -71,7 +75,7 @@ def compare(
 
     A run whose folder holds a completed run of the same seed and method is not repeated.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for method, seed, config in planned:
         path = Path(config.run.output_dir)
         found = _read(path)
@@ -84,9 +88,10 @@ def compare(
             found["tokens"] //= STAGES.get(method, 1)
         rows.append({"method": method, "seed": seed, **found})
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "comparison.json", json.dumps(rows, indent=1, default=str).encode())
-        write_atomic(folder / "comparison.md", ("\n".join(table(rows)) + "\n").encode())
-    say("\n".join(table(rows)))
+        joined = one_row_a_seed(rows)
+        write_atomic(folder / "comparison.json", json.dumps(joined, indent=1, default=str).encode())
+        write_atomic(folder / "comparison.md", ("\n".join(table(joined)) + "\n").encode())
+    say("\n".join(table(one_row_a_seed(rows))))
     failed = [f"{r['method']}-{r['seed']}" for r in rows if r.get("outcome") != "completed"]
     if failed:
         say(f"not completed: {', '.join(failed)}")
@@ -94,8 +99,14 @@ def compare(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    events = path / "events.jsonl"
-    return summarise(History.read(RunFolder.open(path).events_jsonl)) if events.exists() else {}
+    if not (path / "events.jsonl").exists():
+        return {}
+    history = History.read(RunFolder.open(path).events_jsonl)
+    found = summarise(history)
+    central = history.heldout_curve("server")
+    if central and found["heldout_loss_last"] is None:
+        found |= {"heldout_loss_first": central[0][1], "heldout_loss_last": central[-1][1]}
+    return found
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -27,8 +27,10 @@ from umbel.cli.flower import (
     tool,
 )
 from umbel.config import Config, to_toml
+from umbel.config.schema import Simulation
 from umbel.errors import ConfigError
 from umbel.telemetry.console import footer, header, last_round_line
+from umbel.telemetry.environment import gpu_names
 from umbel.telemetry.events import tail
 from umbel.telemetry.history import History
 from umbel.telemetry.runfolder import RunFolder, runs_root
@@ -73,11 +75,36 @@ def absolute_if_there(text: str) -> str:
     return str(path.absolute()) if path.exists() else text
 
 
+def check_room(wanted: Simulation, num_cpus: int, num_gpus: Callable[[], int]) -> int:
+    """Return how many virtual sites work at a time; raises ConfigError when none ever fits (Ray would wait on)."""
+    if wanted.cpus_per_site > num_cpus:
+        raise ConfigError(
+            "simulation.cpus-per-site",
+            "is more than this machine has, so no site could ever start",
+            got=wanted.cpus_per_site,
+            allowed=f"1..{num_cpus}",
+        )
+    fit = num_cpus // wanted.cpus_per_site
+    if wanted.gpus_per_site > 0:
+        gpus = num_gpus()
+        if wanted.gpus_per_site > gpus:
+            raise ConfigError(
+                "simulation.gpus-per-site",
+                f"is more than the {gpus} GPUs that torch sees here, so no site could ever start",
+                got=wanted.gpus_per_site,
+                allowed=f"0..{gpus}",
+                remedy="Set it to 0 to simulate on the CPU.",
+            )
+        fit = min(fit, int(gpus / wanted.gpus_per_site))
+    return min(fit, wanted.sites)
+
+
 def simulate(config: Config, *, say: Callable[[str], None], verbose: bool = False) -> int:
     """Run a simulation on this machine and follow it; returns the exit code."""
     folder = RunFolder.create(config.run.output_dir)
     offset = folder.events_jsonl.stat().st_size if folder.events_jsonl.exists() else 0
     s = config.simulation
+    at_a_time = check_room(s, os.cpu_count() or 1, lambda: len(gpu_names()))
     federation = (
         f"num-supernodes={s.sites} client-resources-num-cpus={s.cpus_per_site} "
         f"client-resources-num-gpus={s.gpus_per_site}"
@@ -89,9 +116,7 @@ def simulate(config: Config, *, say: Callable[[str], None], verbose: bool = Fals
         home = Path(scratch) / "flwr"
         env = flower_env(home)
         say(f"run folder {folder.path}")
-        say(
-            f"simulating {s.sites} sites on this machine, {max(1, (os.cpu_count() or 1) // s.cpus_per_site)} at a time"
-        )
+        say(f"simulating {s.sites} sites on this machine, {at_a_time} at a time")
         with LocalSuperLink(home, folder.path / "flower.log") as link:
             run_id = start_run(app, CONNECTION, config_file, env=env, federation_config=federation)
             try:
@@ -206,8 +231,8 @@ def supervise(
 
     code = attempt_once(config)
     for attempt in range(1, restarts + 1):
-        # Wrong settings and data do not mend themselves; 130 is a person at the keyboard.
-        if code in (0, 65, 78, 130):
+        # Wrong settings, data and a spent privacy budget do not mend themselves; 130 is a person at the keyboard.
+        if code in (0, 65, 77, 78, 130):
             return code
         wait = min(300.0, 5.0 * 2 ** (attempt - 1))
         say(f"the run ended with {code}; restart {attempt} of {restarts} from its checkpoint in {wait:.0f} s")

@@ -92,8 +92,19 @@ def plan(
         str, typer.Option(help="methods to plan, comma separated; default: the recipe's")
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="one JSON object, or a list of several")] = False,
+    split: Annotated[
+        bool, typer.Option("--split", help="compare federated LoRA, QLoRA and split learning instead")
+    ] = False,
+    link: Annotated[float, typer.Option(help="with --split: a site's link, Mbit/s", min=0.001)] = 100.0,
+    latency: Annotated[float, typer.Option(help="with --split: one way, milliseconds", min=0.0)] = 40.0,
+    device_memory: Annotated[str, typer.Option(help="with --split: memory of a site's device, as 8G")] = "",
 ) -> None:
     """Tell what a run will move and hold: bytes a round and site, parameters, memory. Nothing is loaded."""
+    if split:
+        from umbel.cli.plan_split import plan_split
+
+        link_of = {"link_mbit": link, "latency_ms": latency, "device_memory": device_memory}
+        raise typer.Exit(plan_split(recipe_path(recipe), overrides, **link_of, as_json=json, say=say))
     from umbel.cli.plan import plan as plan_run
 
     raise typer.Exit(plan_run(recipe_path(recipe), overrides, methods, as_json=json, say=say))
@@ -204,6 +215,47 @@ def doctor(
     from umbel.cli.doctor import doctor as check
 
     raise typer.Exit(check(recipe_path(recipe) if recipe else None, json=json))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def inspect(
+    context: typer.Context,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="print the hash of the app bundle of this installation")
+    ] = False,
+) -> None:
+    """Show what left this site: tensors, bytes and metrics. [STATE_DIR] --run --site --last --audit --json"""
+    from umbel.cli.inspect import bundle_hash
+    from umbel.cli.inspect import inspect as show_sent
+
+    if bundle:
+        say(bundle_hash())
+        raise typer.Exit(0)
+    raise typer.Exit(show_sent(context.args))
+
+
+@app.command()
+def ledger(
+    names: Annotated[list[str], typer.Argument(metavar="[verify] RUN", help="a run folder or a run's name")],
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="compute the held-out loss without each site")
+    ] = False,
+    data: Annotated[str, typer.Option(help="held-out rows; default: eval.central-data of the run")] = "",
+    json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Show who contributed what to a run, or verify its signed records: `umbel ledger verify RUN`."""
+    from umbel.cli.ledger import leave_one_out as compute
+    from umbel.cli.ledger import show_ledger, verify_ledger
+
+    if len(names) == 2 and names[0] == "verify":
+        raise typer.Exit(verify_ledger(found(names[1]), as_json=json))
+    if len(names) != 1:
+        raise typer.BadParameter("give one run, or: verify RUN")
+    if leave_one_out:
+        code = compute(found(names[0]), data)
+        if code:
+            raise typer.Exit(code)
+    raise typer.Exit(show_ledger(found(names[0]), as_json=json))
 
 
 @app.command()

@@ -1,20 +1,24 @@
 """What a run will move and hold, before it runs: bytes a round and site, parameters, memory.
 
 The tensors come from `umbel.methods`, the table that the run itself obeys, with shapes from the model on the meta
-device: no weight is loaded. Bytes are those of the exact codec (raw tensors and one frame header); a lossy codec
-sends less. Memory at a site is base, adapter, gradients, AdamW's moments and side adapter, without activations.
+device: no weight is loaded. Bytes of a `Plan` are those of the exact codec (raw tensors and one frame header); the
+command asks `server_app.byte_plan`, in a process of its own, for the frames of the configured codecs. Memory at a site
+is base, adapter, gradients, AdamW's moments and side adapter, without activations.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from umbel.config import Config, resolve
-from umbel.exchange import Form
+from umbel.config import Config, resolve, to_flat
+from umbel.errors import UmbelError
+from umbel.exchange import Exchange, Form
 from umbel.methods import PERSONAL, STAGES, exchange_of, rank_of_site, site_ranks
 from umbel.telemetry import units
 
@@ -43,9 +47,16 @@ class Plan:
             self.modules = adapted_modules(model)
         else:
             self.modules = []
-        tensors = state_tensors(model, config.train.mode).values()
-        self.trainable = sum(t.numel() for t in tensors)
-        self.state_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        tensors = state_tensors(model, config.train.mode)
+        # Shapes and dtypes: all share one zero and take no memory.
+        self.state = {
+            name: np.broadcast_to(
+                np.zeros((), numpy_dtype(str(t.dtype).removeprefix("torch."))), tuple(t.shape)
+            )
+            for name, t in tensors.items()
+        }
+        self.trainable = sum(a.size for a in self.state.values())
+        self.state_bytes = sum(a.nbytes for a in self.state.values())
         self.room = max((min(m.in_features, m.out_features) for m in self.modules), default=0)
         self._known: dict[Form, int] = {}
 
@@ -58,6 +69,10 @@ class Plan:
                 sum(a.nbytes for a in form.tensors(self.modules, self.dtype).values()) + FRAME_BYTES
             )
         return self._known[form]
+
+    def sizes(self, exchange: Exchange, round_index: int, site: str) -> tuple[int, int]:
+        """Return the bytes of one site's frames in a round: (up, down)."""
+        return self.size(exchange.up), self.size(exchange.down)
 
     def ranks(self) -> dict[str, int]:
         """Return every site's rank; of fedplora the number of modules it trains."""
@@ -104,7 +119,7 @@ class Plan:
                     sketch=sketch,
                     returning=commits > 0,
                 )
-                up[site], down[site] = self.size(exchange.up), self.size(exchange.down)
+                up[site], down[site] = self.sizes(exchange, commits + 1, site)
             found.append({"round": commits + 1, "up": up, "down": down})
         return found
 
@@ -157,7 +172,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     first, last = report["rounds"][0], report["rounds"][-1]
     rows = [
         f"{report['method']} on {report['model']}: {report['sites']} sites, {report['adapted_modules']} adapted layers, "
-        f"{report['trainable_parameters']:,} trainable numbers",
+        f"{report['trainable_parameters']:,} trainable numbers"
+        + ("" if report.get("exact_bytes", True) else "; bytes of this codec are estimates"),
     ]
     for entry in [first] if first is last else [first, last]:
         up, down = (
@@ -176,16 +192,30 @@ def lines(report: dict[str, Any]) -> list[str]:
 def plan(recipe: Any, overrides: list[str] | None, methods: str, *, as_json: bool, say: Any) -> int:
     """Print the plan of a recipe, for its own method or for each of `methods` (comma separated)."""
     names = [m.strip() for m in methods.split(",") if m.strip()] or [""]
-    reports = []
+    configs = []
     for name in names:
         chosen = [f"run.method={name}"] if name else []
-        reports.append(make_plan(resolve(recipe, [*(overrides or []), *chosen])))
+        configs.append(resolve(recipe, [*(overrides or []), *chosen]))
+    reports = with_real_frames(configs)
     if as_json:
         say(json.dumps(reports if len(reports) > 1 else reports[0], default=_plain))
         return 0
     for report in reports:
         say("\n".join(lines(report)))
     return 0
+
+
+def with_real_frames(configs: Sequence[Config]) -> list[dict[str, Any]]:
+    """Return the plans with the sizes that the configured codecs will send; the codec room is asked in a process.
+
+    Raises UmbelError with its last line when it fails.
+    """
+    asked = json.dumps([to_flat(config) for config in configs])
+    command = [sys.executable, "-m", "server_app.byte_plan"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UmbelError((done.stderr.strip().splitlines() or ["the plan could not be made"])[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _plain(value: Any) -> Any:

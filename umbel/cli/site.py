@@ -39,3 +39,28 @@ def status(
     default = os.environ.get("UMBEL_STATE") or str(Path.home() / ".umbel" / "state")
     command = [sys.executable, "-m", "client_app.resident.progress", *(state_dir or [default])]
     raise typer.Exit(subprocess.call([*command, "--json"] if json else command))
+
+
+@app.command()
+def metrics(
+    state_dir: Annotated[
+        list[str] | None,
+        typer.Argument(help="state folders of the sites; default: $UMBEL_STATE or ~/.umbel/state"),
+    ] = None,
+    port: Annotated[int, typer.Option(help="TCP port; 0: a free one")] = 9102,
+    host: Annotated[
+        str, typer.Option(help="address; anything but loopback is readable by others")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve /metrics for Prometheus from the records in the state folders, until interrupted."""
+    import threading
+
+    from umbel.telemetry.prometheus import serve_sites
+
+    default = os.environ.get("UMBEL_STATE") or str(Path.home() / ".umbel" / "state")
+    endpoint = serve_sites(host, port, [Path(p).expanduser() for p in state_dir or [default]])
+    print(f"http://{host}:{endpoint.port}/metrics", flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        endpoint.close()

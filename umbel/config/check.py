@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from umbel.config.privacy import check_privacy
 from umbel.config.schema import Config
+from umbel.config.split_check import check_split
 from umbel.errors import ConfigError
 
 
-def check(config: Config) -> Config:
+def check(config: Config, *, whole: bool = True) -> Config:
     """Return `config`, or raise ConfigError naming both settings that contradict each other."""
     clients, data, train = config.clients, config.data, config.train
     goal = clients.goal or None
@@ -18,6 +20,10 @@ def check(config: Config) -> Config:
             allowed=f"0 (half of the goal) or 1..{goal}",
         )
     check_merge(config)
+    check_mode(config)
+    if whole:
+        check_privacy(config)
+    check_split(config)
     if clients.grace_seconds > clients.deadline_seconds:
         raise ConfigError(
             "clients.grace-seconds",
@@ -62,6 +68,13 @@ def check(config: Config) -> Config:
             got=config.compression.feedback,
             allowed="0, or those two settings",
         )
+    if train.mode == "full" and config.model.quantization != "none":
+        raise ConfigError(
+            "model.quantization",
+            "leaves no weights that could be trained or averaged in train.mode = 'full': a quantised matrix is a code",
+            got=config.model.quantization,
+            allowed="'none', or train.mode = 'lora'",
+        )
     if train.mode == "full" and config.model.dtype != "float32" and train.optimizer_state == "keep":
         raise ConfigError(
             "train.optimizer-state",
@@ -70,6 +83,49 @@ def check(config: Config) -> Config:
             allowed="model.dtype = 'float32'",
         )
     return config
+
+
+def check_mode(config: Config) -> None:
+    """Raise ConfigError where arrivals are applied at once and something needs a round of several."""
+    if config.clients.mode != "async":
+        return
+    if config.run.method != "delayed":
+        raise ConfigError(
+            "clients.mode",
+            f"= 'async' cannot be combined with run.method = {config.run.method!r}: without delayed momentum, stale "
+            "changes diverge",
+            got=config.clients.mode,
+            allowed="'sync', or run.method = 'delayed'",
+        )
+    for key, got, good, allowed in (
+        (
+            "clients.merge",
+            config.clients.merge,
+            config.clients.merge == "mean",
+            "'mean': one update a commit",
+        ),
+        ("clients.normalise", config.clients.normalise, config.clients.normalise == "received", "'received'"),
+        (
+            "clients.late",
+            config.clients.late,
+            config.clients.late == "drop",
+            "'drop': every update is late here",
+        ),
+        (
+            "compression.down",
+            config.compression.down,
+            config.compression.down in ("exact", "lossless"),
+            "'exact', 'lossless': sites start from different versions",
+        ),
+        (
+            "privacy.clip-norm",
+            config.privacy.clip_norm,
+            config.privacy.clip_norm == 0,
+            "0: there is no sum to hide in",
+        ),
+    ):
+        if not good:
+            raise ConfigError(key, "cannot be used with clients.mode = 'async'", got=got, allowed=allowed)
 
 
 def fewest_updates(merge: str, byzantine: int) -> int:
@@ -99,6 +155,13 @@ def check_merge(config: Config) -> None:
             f"replaces the mean of a method, and run.method = {config.run.method!r} is more than a mean",
             got=clients.merge,
             allowed="'mean', or run.method = 'fedavg' or 'fedit'",
+        )
+    if clients.merge == "rda" and config.train.mode != "full":
+        raise ConfigError(
+            "clients.merge",
+            "= 'rda' averages directions of whole tensors; the direction of a LoRA factor depends on its basis",
+            got=f"train.mode = {config.train.mode!r}",
+            allowed="train.mode = 'full', or another merge",
         )
     if clients.normalise == "fixed":
         raise ConfigError(

@@ -21,7 +21,8 @@ from umbel.config.schema import Config
 from umbel.errors import ConfigError
 
 # What a site needs to reproduce the same local work; the other groups concern the server alone.
-SITE_GROUPS = ("run", "model", "data", "lora", "train", "eval")
+SITE_GROUPS = ("run", "model", "data", "lora", "train", "eval", "privacy")
+SERVER_ONLY = ("split.bind", "split.tls-cert", "split.tls-key")
 
 
 def flat_fields() -> dict[str, tuple[str, dataclasses.Field]]:
@@ -38,8 +39,10 @@ def to_flat(config: Config) -> dict[str, Scalar]:
     return {name: getattr(getattr(config, group), item.name) for name, (group, item) in flat_fields().items()}
 
 
-def from_run_config(values: Mapping[str, Any]) -> Config:
+def from_run_config(values: Mapping[str, Any], *, whole: bool = True) -> Config:
     """Parse flat values into a checked `Config`; keys left out take their defaults.
+
+    `whole` is False for the part of a configuration that travels: what needs the other groups is not compared then.
 
     Raises ConfigError for an unknown key, a wrong type, a value out of range or a contradiction.
     """
@@ -54,7 +57,7 @@ def from_run_config(values: Mapping[str, Any]) -> Config:
         group.name: group.default_factory(**groups.get(group.name, {}))  # type: ignore[misc, operator]
         for group in dataclasses.fields(Config)
     }
-    return check(Config(**parts))
+    return check(Config(**parts), whole=whole)
 
 
 def unknown_key(name: str, value: Any) -> ConfigError:
@@ -142,11 +145,17 @@ def to_toml(config: Config) -> str:
 
 
 def to_json(config: Config, groups: tuple[str, ...] = SITE_GROUPS) -> str:
-    """Return the named groups as compact JSON, sorted: what an instruction carries."""
-    picked = {k: v for k, v in to_flat(config).items() if k.split(".", 1)[0] in groups}
+    """Return the named groups as compact JSON, sorted: what an instruction carries.
+
+    A site of a split run is told of the cut too, but not where the server listens or keeps its key.
+    """
+    if config.run.task == "split" and groups == SITE_GROUPS:
+        groups = (*groups, "split")
+    flat = {k: v for k, v in to_flat(config).items() if k not in SERVER_ONLY}
+    picked = {k: v for k, v in flat.items() if k.split(".", 1)[0] in groups}
     return json.dumps(picked, sort_keys=True, separators=(",", ":"))
 
 
 def from_json(text: str) -> Config:
     """Parse what `to_json` wrote; groups that did not travel take their defaults."""
-    return from_run_config(json.loads(text))
+    return from_run_config(json.loads(text), whole=False)

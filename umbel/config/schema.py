@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from umbel.config.keys import key
+from umbel.config.split import Split
 
 METHODS: tuple[str, ...] = (
     "fedavg",
@@ -23,7 +24,7 @@ METHODS: tuple[str, ...] = (
     "hetlora",
     "raflora",
 )
-METHODS += ("fedplora", "fedsb", "ravan", "fedask", "ecolora")
+METHODS += ("fedplora", "fedsb", "ravan", "fedask", "ecolora", "sparseloco", "delayed")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Run:
 
     name: str = key("", "name of the run; the run folder and the site's durable state are keyed by it")
     method: str = key("fedavg", "aggregation method", choices=METHODS)
-    task: str = key("sft", "local work of a site", choices=("sft",))
+    task: str = key("sft", "local work of a site", choices=("sft", "split"))
     rounds: int = key(3, "rounds to commit", low=1, high=1_000_000)
     seed: int = key(42, "seed of initial adapter, site choice, data order and dropout", low=0, high=2**62)
     output_dir: str = key(
@@ -57,6 +58,9 @@ class Model:
     revision: str = key("", "Hub revision (a commit hash is best)")
     dtype: str = key("float32", "dtype of the base weights", choices=("float32", "bfloat16", "float16"))
     attention: str = key("sdpa", "attention implementation", choices=("sdpa", "eager"))
+    quantization: str = key(
+        "none", "base of an adapter in 4 or 8 bits, by bitsandbytes (QLoRA)", choices=("none", "nf4", "int8")
+    )
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
 
 
@@ -171,6 +175,17 @@ class Server:
     momentum: float = key(0.9, "momentum of fedavgm and nesterov", low=0.0, high=0.9999)
     beta1: float = key(0.9, "beta1 of the adaptive ones", low=0.0, high=0.9999)
     beta2: float = key(0.99, "beta2 of the adaptive ones", low=0.0, high=0.999999)
+    delay: int = key(4, "method delayed: arrivals between two moves of the momentum", low=1, high=100_000)
+    stale_decay: float = key(
+        0.25, "method delayed: a change s commits old counts 1 / (1 + this x s)", low=0.0, high=1e3
+    )
+    stale_limit: int = key(16, "method delayed: a change older than this is dropped", low=0, high=100_000)
+    dylu: bool = key(False, "method delayed: fewer local steps for slow sites, by measured speed")
+    solo: str = key(
+        "whole",
+        "a round in which one site of several delivered: its values as they are, or the damped outer step",
+        choices=("whole", "damped"),
+    )
     tau: float = key(
         0.0, "adaptivity floor; 0: the median change of the first round, apart for A and B", low=0.0, high=1e3
     )
@@ -195,10 +210,17 @@ class Clients:
     start_timeout_seconds: float = key(
         300.0, "longest wait for the minimum of sites to join", low=1.0, high=604_800.0
     )
+    mode: str = key(
+        "sync", "rounds that wait for sites, or every arrival applied at once", choices=("sync", "async")
+    )
     late: str = key("drop", "an update that arrives after its round", choices=("drop", "weight"))
     late_rounds: int = key(2, "rounds a late update may be old", low=1, high=100)
     staleness_exponent: float = key(0.5, "late weight is multiplied by (1+age)^-this", low=0.0, high=10.0)
-    weighting: str = key("tokens", "weight of an update", choices=("tokens", "uniform"))
+    weighting: str = key(
+        "tokens",
+        "weight of an update; token-rate: tokens^2 / steps",
+        choices=("tokens", "uniform", "token-rate"),
+    )
     normalise: str = key(
         "received",
         "divide by the weight received or by that of the whole cohort",
@@ -219,11 +241,38 @@ class Clients:
             "geometric-median",
             "centred-clipping",
             "norm-clipping",
+            "rda",
         ),
     )
     byzantine: int = key(0, "sites that may lie, f, for a robust merge", low=0, high=100_000)
+    follow_up: bool = key(
+        True,
+        "queue a small second message behind each instruction, so that a stock SuperNode asks again instead of "
+        "sleeping 3 s; costs a site one more start of Flower's app process a round",
+    )
     clip_factor: float = key(
         1.0, "centred-clipping and norm-clipping: radius as a multiple of the median norm", low=1e-6, high=1e6
+    )
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy at the level of a site; off while clip-norm is 0."""
+
+    clip_norm: float = key(
+        0.0, "L2 norm every site's update is clipped to, over all exchanged tensors; 0: off", low=0.0
+    )
+    noise_multiplier: float = key(
+        0.0, "deviation of the noise on the sum of updates as a multiple of clip-norm", low=0.0, high=1e6
+    )
+    delta: float = key(1e-5, "delta of the guarantee; far below 1 / number of sites", low=1e-15, high=0.1)
+    budget_epsilon: float = key(
+        0.0, "the run stops before the release that would exceed this epsilon; 0: no limit", low=0.0
+    )
+    noise_source: str = key(
+        "system",
+        "'system' (the operating system's random bytes) or 'seed' (reproducible, for tests: no privacy)",
+        choices=("system", "seed"),
     )
 
 
@@ -232,7 +281,13 @@ class Compression:
     """Codec of each direction."""
 
     up: str = key("exact", "codec of updates, site to server")
-    down: str = key("exact", "codec of the state, server to site: an exact one")
+    down: str = key(
+        "exact",
+        "codec of the way down; a lossy one sends changes of what the sites hold (fedavg, fedit, sparseloco)",
+    )
+    down_log: int = key(
+        8, "changes kept for sites that fall behind, with a lossy compression.down", low=1, high=10_000
+    )
     feedback: float = key(
         0.0,
         "decay of the residual a site keeps of what a lossy codec dropped; 0: no residual, 1: all of it",
@@ -263,6 +318,12 @@ class Telemetry:
     keep_updates: bool = key(
         False, "keep every accepted update in the run folder, so that each committed state can be recomputed"
     )
+    sinks: str = key(
+        "auto",
+        "where numbers are copied to: 'auto' (TensorBoard when installed), 'none', or of tensorboard, mlflow, wandb, trackio",
+    )
+    metrics_port: int = key(0, "port of the server's /metrics for Prometheus; 0: off", low=0, high=65535)
+    metrics_host: str = key("127.0.0.1", "address of that endpoint; anything but loopback is readable by others")
 
 
 @dataclass(frozen=True)
@@ -285,7 +346,9 @@ class Config:
     train: Train = field(default_factory=Train)
     server: Server = field(default_factory=Server)
     clients: Clients = field(default_factory=Clients)
+    privacy: Privacy = field(default_factory=Privacy)
     compression: Compression = field(default_factory=Compression)
     eval: Eval = field(default_factory=Eval)
     telemetry: Telemetry = field(default_factory=Telemetry)
     simulation: Simulation = field(default_factory=Simulation)
+    split: Split = field(default_factory=Split)

@@ -18,6 +18,7 @@ import numpy as np
 
 from umbel.models.lora import LoraSettings, names_in, parse_pattern, rank_of, scale_of
 from umbel.models.names import ADAPTER, canonical, strip_wrapper
+from umbel.models.quantised import plain_kind
 from umbel.models.quiet import quiet_notes
 from umbel.models.state import numpy_dtype
 from umbel.models.targets import check_patterns, check_saved, resolve_targets, short_names
@@ -78,7 +79,7 @@ def adapted_modules(peft_model: PeftModel) -> list[AdaptedModule]:
     return [
         AdaptedModule(
             name=name,
-            kind=type(layer.get_base_layer()).__name__,
+            kind=plain_kind(layer.get_base_layer()),
             in_features=layer.in_features,
             out_features=layer.out_features,
             rank=layer.r[ADAPTER],

@@ -55,6 +55,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Deep enough for a head, a body and a tail.
+SETTINGS["tiny-llama-4"] = {**SETTINGS["tiny-llama"], "num_hidden_layers": 4}
+
 # A turn is "role: text", a site's reply ends with eos, every other turn with a newline. The text with
 # add_generation_prompt is a prefix of the text with the answer, which is what masking the prompt relies on.
 CHAT_TEMPLATE = (

@@ -10,7 +10,9 @@ from umbel.models.source import ModelSpec
 def described(config: Config) -> tuple[ModelSpec, LoraSettings]:
     """Return model and adapter of a configuration as `umbel.models` describes them."""
     m, a = config.model, config.lora
-    spec = ModelSpec(m.name, m.revision, m.dtype, m.attention, m.gradient_checkpointing)
+    spec = ModelSpec(
+        m.name, m.revision, m.dtype, m.attention, m.gradient_checkpointing, quantization=m.quantization
+    )
     settings = LoraSettings(
         rank=a.rank,
         alpha=a.alpha,

@@ -5,13 +5,15 @@ asks the network: the adapter's file is written from the exchanged arrays, not b
 which may query a model hub and ship embeddings.
 
 Merging adds s B A to the unquantised base in float32 and then casts to `spec.dtype`. A GGUF base is merged
-into its dequantised values.
+into its dequantised values. An adapter trained beside a quantised base is merged into the full-precision one, and how
+far the two are apart is said.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ from umbel.models.state import compare_names, state_tensors, to_torch, write_sta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger("umbel.models")
 
 PROBE_TOKENS = 12
 MERGE_TOLERANCE = 1e-5
@@ -83,7 +87,8 @@ def merge_adapter(
     """
     import torch
 
-    base = load_model(dataclasses.replace(spec, dtype="float32", gradient_checkpointing=False))
+    whole = dataclasses.replace(spec, dtype="float32", gradient_checkpointing=False, quantization="none")
+    base = load_model(whole)
     adapted = attach(base, dataclasses.replace(settings, dtype="float32"))
     write_state(adapted, {name: np.asarray(array, np.float32) for name, array in arrays.items()}, "lora")
     before = _probe(adapted.eval())
@@ -98,8 +103,23 @@ def merge_adapter(
             allowed=f"{MERGE_TOLERANCE} of the largest logit",
             remedy="Export the adapter instead, and report the model's architecture.",
         )
+    if spec.quantization != "none":
+        log.warning(
+            "merged into the full-precision base; the adapter was trained beside a base in %s: on a probe the logits "
+            "differ by %.3g of the largest one",
+            spec.quantization,
+            float((after - _trained_logits(spec, arrays, settings)).abs().max()) / float(after.abs().max()),
+        )
     _save_model(merged.to(getattr(torch, spec.dtype)), spec, directory, card)
     return difference
+
+
+def _trained_logits(spec: ModelSpec, arrays: Mapping[str, np.ndarray], settings: LoraSettings) -> Any:
+    """Return the probe's logits of the quantised base with its adapter: what was trained."""
+    base = load_model(dataclasses.replace(spec, dtype="float32", gradient_checkpointing=False))
+    adapted = attach(base, dataclasses.replace(settings, dtype="float32"))
+    write_state(adapted, {name: np.asarray(array, np.float32) for name, array in arrays.items()}, "lora")
+    return _probe(adapted.eval())
 
 
 def save_full(

@@ -12,13 +12,14 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umbel.fsio import write_atomic
 from umbel.models import builtin
 from umbel.models.adapter import AdaptedModule, LoraSettings
+from umbel.models.quantised import BLOCK
 from umbel.models.source import BUILTIN, ModelSpec, load_model, local_directory
 from umbel.models.state import read_state
 
@@ -32,8 +33,12 @@ PROBE = "Don't pay 1234.5 \u20ac\n\n  for  7 na\u00efve caf\u00e9s,\t\u4f60\u597
 def base_fingerprint(spec: ModelSpec) -> str:
     """Return the SHA-256 of the base as it is held in memory, in `spec.dtype`.
 
-    A built-in model is its seed and settings. Any other is loaded once and hashed by `weights_sha256`.
+    A built-in model is its seed and settings. Any other is loaded once and hashed by `weights_sha256`. Of a quantised
+    base the full-precision one is hashed, together with the kind of its codes.
     """
+    if spec.quantization != "none":
+        whole = base_fingerprint(replace(spec, quantization="none"))
+        return _sha256_json([whole, spec.quantization, BLOCK])
     if spec.is_builtin:
         name = spec.name.removeprefix(BUILTIN)
         return _sha256_json([name, builtin.SEED, builtin.settings_of(name), spec.dtype])

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from umbel.models.builtin import builtin_config, builtin_model, byte_tokenizer, settings_of
 from umbel.models.gguf import converted_directory, package_file
 from umbel.models.problem import first_three, model_error, readable
+from umbel.models.quantised import QUANTIZATIONS, quantise
 from umbel.models.quiet import quiet_notes, quiet_progress
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class ModelSpec:
     """Names one base model and how it is held in memory.
 
     `dtype` is one of float32, bfloat16, float16; `attention` is sdpa or eager; `cache_dir` holds converted
-    weights ("" means $UMBEL_CACHE, else ~/.cache/umbel, read when it is needed). Raises ModelError.
+    weights ("" means $UMBEL_CACHE, else ~/.cache/umbel, read when it is needed); `quantization` is none, nf4 or int8
+    (`umbel.models.quantised`). Raises ModelError.
     """
 
     name: str
@@ -53,10 +55,12 @@ class ModelSpec:
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     cache_dir: str = ""
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, DTYPES)
         _one_of("model.attention", self.attention, ATTENTIONS)
+        _one_of("model.quantization", self.quantization, QUANTIZATIONS)
         if not self.name.strip():
             raise model_error(
                 "model.name is empty",
@@ -128,7 +132,8 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
     if spec.gradient_checkpointing:
         with quiet_notes():
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    return model if spec.quantization == "none" else quantise(model, spec.quantization)
 
 
 def meta_model(spec: ModelSpec) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from umbel.models.lora import ALL_LINEAR, LoraSettings, check, fits, names_in, parse_pattern
 from umbel.models.problem import first_three, model_error
+from umbel.models.quantised import plain_kind
 from umbel.models.state import is_tied
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def resolve_targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
     saved = names_in(settings.modules_to_save)
-    linear = {name: module for name, module in modules.items() if type(module).__name__ in KINDS}
+    linear = {name: module for name, module in modules.items() if plain_kind(module) in KINDS}
     if settings.target_modules.strip() == ALL_LINEAR:
         return {
             name: module

@@ -137,6 +137,19 @@ def stacked_bars(
     return _svg(ident, title, description, HEIGHT, "".join(parts))
 
 
+def sparkline(points: Sequence[tuple[float, float]], css: str = "c-train") -> str:
+    """A small line without axes for a table cell, hidden from screen readers: the numbers stand beside it."""
+    if len(points) < 2:
+        return ""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    wide, high = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
+    path = [f"{2 + 116 * (x - min(xs)) / wide:.1f},{20 - 16 * (y - min(ys)) / high:.1f}" for x, y in points]
+    return (
+        '<svg class="spark" aria-hidden="true" viewBox="0 0 120 24" xmlns="http://www.w3.org/2000/svg">'
+        f'<polyline class="line {css}" points="{" ".join(path)}"/></svg>'
+    )
+
+
 def group_size(num: int) -> int:
     """How many labels one bar stands for."""
     return max(1, math.ceil(num / MAX_BARS))

@@ -69,6 +69,9 @@ def footer(history: History) -> str:
     if first is not None:
         lines.append(f"held-out loss {loss(first)} -> {loss(last)} ({change(last, first) or 'one value'})")
     lines.append(f"up {size(history.bytes_up())}  down {size(history.bytes_down())}")
+    if "epsilon" in history.privacy:
+        spent = f"epsilon {history.privacy['epsilon']:.3g} at delta {history.privacy.get('delta', 0.0):g}"
+        lines.append(f"privacy: {spent} after {len(history.privacy_releases)} releases")
     given = history.contributions()
     for site in sorted(history.sites):
         rounds, tokens = given.get(site, (0, 0))

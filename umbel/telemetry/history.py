@@ -19,7 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbel.telemetry.events import read_events
-from umbel.telemetry.records import Refused, RoundRow, Sample, SiteRow, items, number, text, whole
+from umbel.telemetry.records import (
+    Note,
+    Refused,
+    RoundRow,
+    Sample,
+    SiteRow,
+    items,
+    measures,
+    number,
+    text,
+    whole,
+)
 
 PHASES = ("load", "train", "eval", "encode", "wait")
 
@@ -32,6 +43,8 @@ class History:
     sites: dict[str, SiteRow] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    measured: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     run: str = ""
     method: str = ""
     model: str = ""
@@ -42,12 +55,18 @@ class History:
     num_starts: int = 0
     started_at: float | None = None
     last_event_at: float | None = None
+    last_commit_at: float | None = None
     outcome: str = "running"
     reason: str = ""
     exit_code: int | None = None
     heldout: dict[int, dict[str, Any]] = field(default_factory=dict)
     server_heldout: dict[int, dict[str, Any]] = field(default_factory=dict)
     checkpoint_round: int | None = None
+    # The newest account of privacy: epsilon, delta and the number of releases; empty without privacy.
+    privacy: dict[str, float] = field(default_factory=dict)
+    privacy_releases: set[str] = field(default_factory=set)
+    # Bytes on the wire by (site, phase, direction "up" or "down"), as `server_app.traffic` counts them.
+    wire: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
     @classmethod
     def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
@@ -68,6 +87,8 @@ class History:
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
+        else:
+            self._measure(event)
 
     # What the events mean, one method an event.
 
@@ -84,6 +105,8 @@ class History:
         for row in self.rounds:
             row.interrupt()
         resumed_from = whole(e.get("resumed_from"))
+        if self.num_starts > 1:
+            self._note(e, f"the server started again, from the state after round {resumed_from or 0}")
         if resumed_from is not None:
             self._undo_after(resumed_from)
 
@@ -154,6 +177,8 @@ class History:
         if not row.open:
             row = self._new_row(e)
         row.close(e)
+        if row.outcome == "commit":
+            self.last_commit_at = number(e.get("t")) or self.last_commit_at
         for name, reason in row.unexplained.items():
             self._site(name)
             self.refused.append(Refused(row.round, name, "rejected", reason))
@@ -169,6 +194,19 @@ class History:
     def _on_checkpoint_written(self, e: Mapping[str, Any]) -> None:
         self.checkpoint_round = whole(e.get("round"))
 
+    def _on_privacy_release(self, e: Mapping[str, Any]) -> None:
+        # A resume writes the rows of earlier lives again, under the same ids.
+        self.privacy_releases.add(text(e.get("id")))
+        for name in ("epsilon", "delta"):
+            if (value := number(e.get(name))) is not None:
+                self.privacy[name] = value
+
+    def _on_traffic(self, e: Mapping[str, Any]) -> None:
+        for row in items(e.get("rows")):
+            if isinstance(row, Mapping):
+                key = (text(row.get("site")), text(row.get("phase")), text(row.get("direction")))
+                self.wire[key] = self.wire.get(key, 0) + (whole(row.get("bytes")) or 0)
+
     def _on_sample(self, e: Mapping[str, Any]) -> None:
         self.samples.append(Sample(text(e.get("when")), text(e.get("prompt")), text(e.get("answer"))))
 
@@ -177,6 +215,34 @@ class History:
         self.reason, self.exit_code = text(e.get("reason")), whole(e.get("exit_code"))
         for row in self.rounds:
             row.interrupt()
+
+    def _on_site_silent(self, e: Mapping[str, Any]) -> None:
+        until = f", left alone until round {e['resting_until']}" if whole(e.get("resting_until")) else ""
+        self._note(e, f"{text(e.get('site'))} is online and says nothing{until}")
+
+    def _on_version_differs(self, e: Mapping[str, Any]) -> None:
+        self._note(e, f"{text(e.get('site'))}: {text(e.get('difference'))}")
+
+    def _on_operator(self, e: Mapping[str, Any]) -> None:
+        orders = [f"{k} {', '.join(map(text, items(e.get(k))))}" for k in ("pin", "ban", "unban") if e.get(k)]
+        self._note(e, f"operator: {'; '.join(orders) or 'no orders'}")
+
+    def _on_operator_ignored(self, e: Mapping[str, Any]) -> None:
+        self._note(e, f"operator.toml was not understood: {text(e.get('reason'))}")
+
+    def _note(self, e: Mapping[str, Any], what: str) -> None:
+        self.notes.append(Note(number(e.get("t")), whole(e.get("round")), what))
+
+    def _measure(self, e: Mapping[str, Any]) -> None:
+        """Keep the numbers of an event that nothing here knows, by round: methods measure what they want."""
+        index = whole(e.get("round"))
+        if index is None:
+            return
+        name = text(e.get("event"))
+        for key, value in measures(
+            {k: v for k, v in e.items() if k not in ("t", "round", "attempt")}
+        ).items():
+            self.measured.setdefault(f"{name}.{key}", {}).setdefault(index, []).append(value)
 
     # Look-ups.
 
@@ -262,11 +328,32 @@ class History:
         worst, row = max(rows, key=lambda pair: pair[0])
         return worst, row, len(rows)
 
+    def measures(self) -> dict[str, list[tuple[int, float]]]:
+        """{name: (round, value)} of everything measured that has no place of its own, means over a round's events."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for row in self.committed:
+            for name, value in row.extra.items():
+                found.setdefault(name, []).append((row.round, value))
+        for name, rounds in self.measured.items():
+            found[name] = [(index, sum(v) / len(v)) for index, v in sorted(rounds.items())]
+        return dict(sorted(found.items()))
+
     def bytes_up(self) -> int:
         return sum(row.bytes_up for row in self.rounds)
 
     def bytes_down(self) -> int:
         return sum(row.bytes_down for row in self.rounds)
+
+    def wire_bytes(self, direction: str) -> int:
+        """Bytes on the wire of all messages, "up" from the sites or "down" to them; 0 where they were not counted."""
+        return sum(size for (_, _, way), size in self.wire.items() if way == direction)
+
+    def traffic(self) -> dict[str, dict[str, dict[str, int]]]:
+        """{site: {phase: {"up": bytes, "down": bytes}}} on the wire."""
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for (site, phase, direction), size in sorted(self.wire.items()):
+            found.setdefault(site, {}).setdefault(phase, {"up": 0, "down": 0})[direction] = size
+        return found
 
     def tokens(self) -> int:
         """Tokens of all updates that stand in a committed round."""

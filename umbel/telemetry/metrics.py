@@ -30,12 +30,17 @@ def metric_rows(history: History) -> Iterator[tuple[int, str, str, float]]:
     """Yield (round, split, metric, value) by round, committed rounds and evaluated states only."""
     rows = {row.round: row for row in history.committed}
     for index in sorted({*rows, *history.heldout, *history.server_heldout}):
-        if index in rows:
-            yield from _round(rows[index])
-        yield from _state(index, "heldout", history.heldout.get(index, {}))
-        for site, loss in sorted(history.site_heldout(index).items()):
-            yield index, f"heldout:{site}", "loss", loss
-        yield from _state(index, "server", history.server_heldout.get(index, {}))
+        yield from rows_of(history, index, rows.get(index))
+
+
+def rows_of(history: History, index: int, row: RoundRow | None) -> Iterator[tuple[int, str, str, float]]:
+    """Yield what `metric_rows` yields for one round and the state after it."""
+    if row is not None:
+        yield from _round(row)
+    yield from _state(index, "heldout", history.heldout.get(index, {}))
+    for site, loss in sorted(history.site_heldout(index).items()):
+        yield index, f"heldout:{site}", "loss", loss
+    yield from _state(index, "server", history.server_heldout.get(index, {}))
 
 
 def write_metrics(history: History, path: str | os.PathLike[str]) -> Path:

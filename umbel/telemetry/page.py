@@ -6,6 +6,7 @@ policy that forbids scripts and every request, so that it stays a document where
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -51,6 +52,11 @@ svg{display:block;width:100%;min-width:540px;height:auto;font-family:inherit}
 .s-unused{fill:var(--unused);color:var(--unused)}.s-rejected{fill:var(--bad);color:var(--bad)}
 .s-failed{fill:var(--fail);color:var(--fail)}.s-missing{fill:var(--gone);color:var(--gone)}
 .s-waiting{fill:var(--load);color:var(--load)}.s-idle{fill:var(--idle);color:var(--idle)}
+nav ul{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;margin:14px 0 0;padding:0;font-size:13.5px}
+nav a{color:var(--muted);text-underline-offset:3px}nav a:focus-visible,nav a:hover{color:var(--ink)}
+nav a:focus-visible{outline:2px solid var(--train);outline-offset:2px}
+.spark{width:120px;min-width:120px;height:24px}.spark .line{stroke-width:1.6}
+.c-exact{color:var(--encode)}.c-residual{color:var(--up)}
 .scroll{overflow-x:auto;margin:8px 0}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-size:13px;padding:2px 0 6px}
@@ -70,11 +76,17 @@ footer{margin-top:48px;font-size:13px;color:var(--muted)}
 --train:#3566c8;--heldout:#bf4f17;--server:#6b4fa0;--up:#1f7f74;--down:#8cc5bd;--load:#8fa3bf;--encode:#6b4fa0;
 --wait:#cfd6df;--ok:#1f7f74;--late:#e0a526;--bad:#b3262e;--fail:#7a1e4b;--gone:#4b5563;--idle:#e6eaef;
 --unused:#a3aebd;--on:#fff}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
-body{font-size:11pt}main{max-width:none;padding:0}h2{break-after:avoid}figure,tr,.tile{break-inside:avoid}
+nav{display:none}body{font-size:11pt}main{max-width:none;padding:0}h2{break-after:avoid}figure,tr,.tile{break-inside:avoid}
 .scroll,figure,pre{overflow:visible}svg{min-width:0}pre{white-space:pre-wrap}
 details::details-content{content-visibility:visible;block-size:auto}}
 """
 
+
+class Markup(str):
+    """Text that is HTML already; everything else is escaped."""
+
+
+_HEADING = re.compile(r'<h2 id="([\w-]+)">(.*?)</h2>')
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -102,6 +114,13 @@ def section(ident: str, title: str, *parts: str) -> str:
     if not body:
         return ""
     return f'<section aria-labelledby="{ident}">\n<h2 id="{ident}">{escape(title)}</h2>\n{body}\n</section>'
+
+
+def contents(sections: Sequence[str]) -> str:
+    """Links to the sections of the page, in order: the first stop of a keyboard."""
+    found = [part for text in sections for part in _HEADING.findall(text)]
+    links = "".join(f'<li><a href="#{ident}">{title}</a></li>' for ident, title in found)
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(found) > 2 else ""
 
 
 def paragraph(text: str, css: str = "") -> str:
@@ -138,7 +157,7 @@ def table(
 
     def cell(tag: str, index: int, text: str, scope: str = "") -> str:
         css = ' class="num"' if index in numeric else ""
-        return f"<{tag}{scope}{css}>{escape(text)}</{tag}>"
+        return f"<{tag}{scope}{css}>{text if isinstance(text, Markup) else escape(text)}</{tag}>"
 
     head = "".join(cell("th", i, text, ' scope="col"') for i, text in enumerate(header))
     body = "\n".join(

@@ -42,6 +42,51 @@ def items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
+# Fields of a round record that have a place of their own; numbers in any other are shown as measures.
+ROUND_FIELDS = {
+    "t",
+    "event",
+    "round",
+    "attempt",
+    "outcome",
+    "selected",
+    "goal",
+    "quorum",
+    "accepted",
+    "rejected",
+}
+ROUND_FIELDS |= {
+    "missing",
+    "bytes_up",
+    "bytes_down",
+    "seconds",
+    "state_crc",
+    "heldout",
+    "train_loss",
+    "tokens",
+}
+ROUND_FIELDS |= {"exactness", "why", "in_flight"}
+
+
+def measures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers in nested mappings, by dotted name; lists and text are left out."""
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= measures(value, f"{prefix}{key}.")
+        elif (known := number(value)) is not None:
+            found[f"{prefix}{key}"] = known
+    return found
+
+
+class Note(NamedTuple):
+    """Something that happened and is no refusal: `round` None outside of rounds."""
+
+    t: float | None
+    round: int | None
+    what: str
+
+
 class Refused(NamedTuple):
     """An update or a site that was not taken; `round` is None at joining."""
 
@@ -86,6 +131,8 @@ class RoundRow:
     state_crc: str = ""
     exactness_error: float | None = None
     exactness_layer: str = ""
+    # Whatever else the record measured, flattened: {"privacy.epsilon": 1.5, "drift": 0.2}.
+    extra: dict[str, float] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:
@@ -116,6 +163,12 @@ class RoundRow:
         if isinstance(exactness, Mapping):
             self.exactness_error = number(exactness.get("relative_error"))
             self.exactness_layer = text(exactness.get("worst_layer"))
+        self.extra = measures({k: v for k, v in e.items() if k not in ROUND_FIELDS})
+
+    def residual_ratios(self) -> list[float]:
+        """|residual| / |change| of the updates that state one, by site."""
+        ratios = (number(self.updates[site].get("residual_ratio")) for site in sorted(self.updates))
+        return [ratio for ratio in ratios if ratio is not None]
 
     @property
     def bytes_up(self) -> int:

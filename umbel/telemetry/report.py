@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from umbel.fsio import write_atomic
 from umbel.telemetry.events import scan_events
 from umbel.telemetry.history import History
-from umbel.telemetry.page import heading, page, paragraph, tiles
+from umbel.telemetry.page import contents, heading, page, paragraph, tiles
 from umbel.telemetry.report_charts import loss_section, participation_section, time_section, traffic_section
+from umbel.telemetry.report_measures import exactness_section, measures_section
 from umbel.telemetry.report_tables import (
     config_section,
     refusals_section,
@@ -28,7 +29,7 @@ from umbel.telemetry.report_tables import (
 )
 from umbel.telemetry.runfolder import RunFolder
 from umbel.telemetry.units import count, duration, loss, moment, size
-from umbel.telemetry.verdict import certificate, verdict
+from umbel.telemetry.verdict import verdict
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -41,6 +42,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         name=folder.name,
         config=_read(folder.config_toml),
         environment=_read_json(folder.environment_json),
+        ledger=_ledger(folder.path),
         num_unreadable=unreadable,
     )
     write_atomic(folder.report_html, text.encode())
@@ -53,26 +55,34 @@ def render_report(
     name: str = "",
     config: str = "",
     environment: Mapping[str, Any] | None = None,
+    ledger: Sequence[Mapping[str, Any]] = (),
     num_unreadable: int = 0,
 ) -> str:
-    """The page as text. `config` is the resolved recipe, `environment` what environment.json holds."""
+    """The page as text. `config` is the resolved recipe, `environment` what environment.json holds, `ledger` the rows
+    of `umbel.ledger.contributions`."""
     title = f"{history.method or 'Run'} - {history.model or name or 'Umbel'}"
+    sections = [
+        loss_section(history),
+        samples_section(history),
+        sites_section(history, ledger),
+        participation_section(history),
+        refusals_section(history),
+        exactness_section(history),
+        traffic_section(history),
+        time_section(history),
+        measures_section(history),
+        rounds_section(history),
+        config_section(history, config),
+        versions_section(history, environment or {}),
+    ]
     return page(
         f"Umbel report: {title}",
         [
             _head(history, title, name),
             _warnings(history, num_unreadable),
             _tiles(history),
-            loss_section(history),
-            samples_section(history),
-            sites_section(history),
-            participation_section(history),
-            refusals_section(history),
-            traffic_section(history),
-            time_section(history),
-            rounds_section(history),
-            config_section(history, config),
-            versions_section(history, environment or {}),
+            contents(sections),
+            *sections,
             "<footer>Made by Umbel from the event log of this run; events.jsonl holds every number.</footer>",
         ],
     )
@@ -119,8 +129,26 @@ def _tiles(history: History) -> str:
             ("Received", size(history.bytes_up()), "from all sites"),
             ("Sent", size(history.bytes_down()), "to all sites"),
             ("Time", duration(history.elapsed_seconds()), "first start to last event"),
+            *_privacy_tile(history),
         ]
-    ) + (paragraph(certificate(history), "wide") if history.exactness() else "")
+    )
+
+
+def _privacy_tile(history: History) -> list[tuple[str, str, str]]:
+    if "epsilon" not in history.privacy:
+        return []
+    spent = f"delta {history.privacy.get('delta', 0.0):g}, {len(history.privacy_releases)} releases, per site"
+    return [("Privacy, epsilon", f"{history.privacy['epsilon']:.3g}", spent)]
+
+
+def _ledger(run: Path) -> list[dict[str, Any]]:
+    """The rows of contributions; a damaged ledger is the verifier's to name and costs only its columns here."""
+    from umbel.ledger.contributions import contributions
+
+    try:
+        return contributions(run)
+    except (KeyError, TypeError, ValueError, OSError):
+        return []
 
 
 def _read(path: Path) -> str:

@@ -105,6 +105,23 @@ def traffic_section(history: History) -> str:
         _grouped(rows) if chart else "",
         figure(chart, [(layer.label, layer.css) for layer in layers]),
         details("Traffic values", table("Bytes by round", ["Round", "Received", "Sent"], values, range(3))),
+        wire_table(history),
+    )
+
+
+def wire_table(history: History) -> str:
+    """Bytes on the wire by site, phase and direction: whole messages, with everything around the frames."""
+    rows = [
+        [site, phase, size(both["up"]), size(both["down"])]
+        for site, phases in history.traffic().items()
+        for phase, both in phases.items()
+    ]
+    if not rows:
+        return ""
+    total = ["all", "", size(history.wire_bytes("up")), size(history.wire_bytes("down"))]
+    head = ["Site", "Phase", "Received", "Sent"]
+    return details(
+        "Bytes on the wire", table("Whole messages, as Flower moves them", head, [*rows, total], [2, 3])
     )
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from umbel.telemetry.history import History
 from umbel.telemetry.page import details, paragraph, section, table
 from umbel.telemetry.records import RoundRow, whole
-from umbel.telemetry.units import DASH, change, count, duration, loss, size
+from umbel.telemetry.units import DASH, change, count, duration, loss, moment, size
 
 # A run config holds no secrets; should one be put there by mistake, the page that is handed on hides it.
 _SECRET = re.compile(r"(passw(or)?d|secret|api[-_]?key|credential|(auth|access|hf|hub)[-_]?token)\w*$", re.I)
 HIDDEN = "(hidden)"
 
 
-def sites_section(history: History) -> str:
-    """What each site gave, and what its own held-out rows say about the result."""
+def sites_section(history: History, ledger: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What each site gave, and what its own held-out rows say about the result.
+
+    `ledger` holds the rows of `umbel.ledger.contributions`: steps, signatures, loss without the site.
+    """
     names, given, total = sorted(history.sites), history.contributions(), history.tokens()
+    known = {str(row.get("site")): row for row in ledger}
     shares, results = [], []
     for name in names:
         site, (rounds, tokens) = history.sites[name], given.get(name, (0, 0))
@@ -28,7 +32,10 @@ def sites_section(history: History) -> str:
         lost = sum(row.participation(name) in ("rejected", "failed", "missing") for row in history.rounds)
         share = f"{tokens / total:.1%}" if total else DASH
         traffic = [size(site.bytes_up), size(site.bytes_down)]
-        shares.append([name, str(asked), str(rounds), str(late), str(lost), count(tokens), share, *traffic])
+        counts = [str(asked), str(rounds), str(late), str(lost)]
+        shares.append(
+            [name, *counts, count(tokens), share, *traffic, *_from_ledger(known.get(name, {}), rounds)]
+        )
         first, last = history.first_last_heldout(name)
         speed = [count(site.tokens_per_second), size(site.peak_memory_bytes)]
         rows = [count(site.rows_train), count(site.rows_heldout)]
@@ -43,11 +50,15 @@ def sites_section(history: History) -> str:
         "Share",
         "Received",
         "Sent",
+        "Steps",
+        "Signed",
+        "Loss without it",
     ]
     caption = (
-        "Contribution: rounds used and tokens count committed updates; lost is refused, failed or unanswered"
+        "Contribution: rounds used, tokens and steps count committed updates; lost is refused, failed or unanswered; "
+        "loss without it is the change of the held-out loss when its updates are left out"
     )
-    tables = table(caption, header, shares, range(1, 9))
+    tables = table(caption, header, shares, range(1, 12))
     header = ["Site", "Training rows", "Held-out rows", "Held-out loss, first", "last", "Change", "Tokens/s"]
     caption = "Data, result on the site's own held-out rows, and machine"
     tables += table(caption, [*header, "Peak memory"], results, range(1, 8))
@@ -56,8 +67,27 @@ def sites_section(history: History) -> str:
     return section("sites", "Sites", details(f"{len(names)} sites", tables))
 
 
+def _from_ledger(row: Mapping[str, Any], rounds: int) -> list[str]:
+    steps, signed, change_ = row.get("steps"), row.get("signed"), row.get("loss_change")
+    return [
+        count(steps) if steps else DASH,
+        f"{signed}/{rounds}" if signed is not None else DASH,
+        f"{change_:+.4f}" if isinstance(change_, float) else DASH,
+    ]
+
+
+def notes_table(history: History) -> str:
+    """What happened besides: restarts, silent sites, other versions, orders of the operator."""
+    rows = [
+        [moment(note.t), DASH if note.round is None else str(note.round), note.what]
+        for note in history.notes[-40:]
+    ]
+    return table("What else happened, the last 40", ["When", "Round", "What"], rows, [1])
+
+
 def refusals_section(history: History) -> str:
-    """Sites and updates that were not taken, equal ones joined."""
+    """Sites and updates that were not taken, equal ones joined, and other events that are no progress."""
+    notes = notes_table(history)
     joined: dict[tuple[str, str, str], list[int]] = {}
     for entry in history.refused:
         rounds = joined.setdefault((entry.site, entry.kind, entry.reason), [])
@@ -70,11 +100,13 @@ def refusals_section(history: History) -> str:
     if not rows:
         if not history.rounds:
             return ""
-        return section("refusals", "Refusals", paragraph("No site and no update was refused.", "muted"))
+        none = paragraph("No site and no update was refused.", "muted")
+        return section("refusals", "Faults and refusals", none, notes)
     header = ["Site", "Kind", "Reason", "Rounds", "Times"]
     body = table("Sites and updates not taken", header, rows, [4])
     many = len(rows) > 20
-    return section("refusals", "Refusals", details(f"{len(rows)} kinds of refusal", body) if many else body)
+    shown = details(f"{len(rows)} kinds of refusal", body) if many else body
+    return section("refusals", "Faults and refusals", shown, notes)
 
 
 def rounds_section(history: History) -> str:

@@ -36,7 +36,12 @@ def summarise(history: History) -> dict[str, Any]:
         "tokens": history.tokens(),
         "bytes_up": history.bytes_up(),
         "bytes_down": history.bytes_down(),
+        "wire_bytes_up": history.wire_bytes("up"),
+        "wire_bytes_down": history.wire_bytes("down"),
+        "traffic": history.traffic(),
         "elapsed_seconds": history.elapsed_seconds(),
         "exactness_relative_error": exact[0] if exact else None,
+        "privacy_epsilon": history.privacy.get("epsilon"),
+        "privacy_delta": history.privacy.get("delta"),
         "state_crc": history.committed[-1].state_crc if history.committed else None,
     }

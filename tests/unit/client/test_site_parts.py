@@ -13,9 +13,10 @@ import pytest
 
 from client_app.clock import Clock
 from client_app.identity import assign, identify
+from client_app.replies import as_refusal
 from client_app.schedule import learning_rate
-from client_app.service import as_refusal, with_smaller_batches
 from client_app.state import SiteState, prune_runs, safe_name
+from client_app.train_round import with_smaller_batches
 from umbel.config import resolve
 from umbel.errors import Refusal, RefusalKind
 

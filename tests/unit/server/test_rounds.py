@@ -333,7 +333,7 @@ def test_f16_a_newcomer_joins_and_contributes_in_the_next_round() -> None:
     import json
 
     order = newcomer.seen[-1]
-    steps = bench.engine.config.train.local_steps
+    steps = bench.engine.ctx.config.train.local_steps
     assert json.loads(order.directives)["first_step"] == (order.round - 1) * steps
 
 
@@ -362,7 +362,7 @@ def test_h39_too_few_sites_end_with_the_reasons_within_the_bound() -> None:
     scripts = trio()
     bench = make_bench(scripts, "clients.minimum=5", "clients.start-timeout-seconds=60", join=False)
     with pytest.raises(TooFewSites, match="3 of the 5 sites"):
-        bench.engine.joining.wait_for_start(5, 60.0)
+        bench.engine.ctx.joining.wait_for_start(5, 60.0)
     assert bench.clock.now() <= 61.0
 
 

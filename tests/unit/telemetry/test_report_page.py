@@ -62,7 +62,9 @@ def test_the_page_is_self_contained_and_runs_nothing(two_site_run):
     text = render_report(History.from_events(two_site_run))
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert not [a for a in page.attributes if a[1] in ("src", "href", "action") or a[1].startswith("on")]
+    links = [a for a in page.attributes if a[1] in ("src", "href", "action") or a[1].startswith("on")]
+    assert all(tag == "a" and name == "href" and value[0] == "#" for tag, name, value in links)
+    assert {value[1:] for _, _, value in links} <= set(page.ids)
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "url(" not in text
     assert "@import" not in text
@@ -72,11 +74,11 @@ def test_the_page_is_self_contained_and_runs_nothing(two_site_run):
 def test_every_chart_has_a_title_a_description_and_a_table(two_site_run):
     page = Page(render_report(History.from_events(two_site_run)))
     charts = [a for a in page.attributes if a[:2] == ("svg", "aria-labelledby")]
-    assert len(charts) == 4
-    assert page.tags.count("desc") == 4
-    assert page.tags.count("title") == 5
-    assert page.tags.count("caption") == page.tags.count("table") == 8
-    assert sum(a == ("th", "scope", "row") for a in page.attributes) == 20
+    assert len(charts) == 5
+    assert page.tags.count("desc") == 5
+    assert page.tags.count("title") == 6
+    assert page.tags.count("caption") == page.tags.count("table") == 9
+    assert sum(a == ("th", "scope", "row") for a in page.attributes) == 22
 
 
 def test_the_page_says_what_the_events_say(two_site_run):

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from umbel.config import Config
+from umbel.data.shares import PUBLIC_SOURCES, assign
 from umbel.errors import Refusal, RefusalKind
-
-PUBLIC_SOURCES = ("demo:", "hub:")
 
 
 @dataclass(frozen=True)
@@ -72,32 +71,3 @@ def identify(node_config: Mapping[str, Any], node_id: int, config: Config) -> Id
         "the node config of this site has no data, and a path named by the run is never opened at a site. "
         "Start flower-supernode with --node-config 'data=\"/path/rows.jsonl\"'",
     )
-
-
-def assign(source: str, partition: str, index: int, count: int) -> tuple[str, str, tuple[int, int], str]:
-    """Return (name, source, share, scheme) of simulated site `index` of `count`.
-
-    Several files, or the built-in demo, are dealt one to a site (natural, non-IID); with more sites than files,
-    the sites of one file share it at random. A single source is shared by `partition`.
-    """
-    from umbel.data.partition import files_of
-    from umbel.data.sources import demo_sites
-
-    if source == "demo:":
-        parts = [f"demo:{n}" for n in demo_sites()]
-    elif (
-        partition in ("auto", "file")
-        and not source.startswith(PUBLIC_SOURCES)
-        and Path(source).expanduser().is_dir()
-    ):
-        parts = [str(p) for p in files_of(Path(source).expanduser())]
-        if not parts:
-            raise Refusal(RefusalKind.NO_DATA, f"the folder {source!r} has no data file")
-    else:
-        scheme = "iid" if partition in ("auto", "file") else partition
-        return f"site-{index + 1:03d}", source, (index, count), scheme
-    kind, turn = index % len(parts), index // len(parts)
-    sharing = len(range(kind, count, len(parts)))
-    stem = parts[kind].removeprefix("demo:") if parts[kind].startswith("demo:") else Path(parts[kind]).stem
-    name = stem if sharing == 1 else f"{stem}-{turn + 1:03d}"
-    return name, parts[kind], (turn, sharing), "iid"

@@ -21,7 +21,7 @@ help:
 	@echo "make docs      the documentation as pages, in build/site"
 	@echo "make install   the set-up alone"
 	@echo "make bench     benchmarks (long)"
-	@echo "make chaos     long fault scenarios with real processes (about an hour)"
+	@echo "make chaos     long fault scenarios with real processes (several hours)"
 
 install: $(STAMP)
 
@@ -61,7 +61,7 @@ bench: install
 
 chaos: install
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --json
-	UMBEL_NIGHTLY=1 $(BIN)/python -m pytest tests/fault/test_nightly_real.py
+	UMBEL_NIGHTLY=1 $(BIN)/python -m pytest -m nightly tests/fault
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -5,8 +5,8 @@
     python -m benchmarks.codec_matrix --how federation                       one federation, a run a cell
 
 Checked in every cell: what was decoded has the names of the method's form; the bytes of `umbel plan` are those counted
-(exactly where the codec's rate is fixed, else to 10 %); what cannot work is refused in words. A cell that fails is
-listed and the exit code is 1. The last line is one JSON object.
+(exactly where the codec's rate is fixed, else, in these tiny frames, to 15 %); what cannot work is refused in words. A
+cell that fails is listed and the exit code is 1. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.cells import CODECS, SETTINGS, SITES, Codec, run_cell
+from support.cells import CODECS, NEEDED, SETTINGS, SITES, Codec, refusal, run_cell
 from support.federation import Federation
 
 from server_app.byte_plan import BytePlan
@@ -42,12 +42,14 @@ def in_process(method: str, codec: Codec, folder: Path) -> Found:
     if cell.code:
         return {"code": cell.code, "reason": cell.reason}
     names = cell.sent == cell.named
-    return {"code": 0, "names": names, "up": sum(cell.up.values()), "down": sum(cell.down.values())}
+    history = cell.session.history
+    return {"code": 0, "names": names, "up": history.bytes_up(), "down": history.bytes_down()}
 
 
 def settings(method: str, codec: Codec, folder: Path) -> list[str]:
     """Return the settings of a real run of a cell."""
-    return [*REAL, *SETTINGS, *codec.settings, f"run.method={method}", f"run.output-dir={folder}"]
+    own = [f"run.method={method}", f"run.output-dir={folder}", *NEEDED.get(method, ())]
+    return [*REAL, *SETTINGS, *codec.settings, *own]
 
 
 def outcome(folder: Path) -> Found:
@@ -75,14 +77,18 @@ def simulated(method: str, codec: Codec, folder: Path) -> Found:
 
 def judged(found: Found, method: str, codec: Codec, folder: Path) -> Found:
     """Compare a cell with the plan, or with the refusal that is wanted; `ok` says whether it is right."""
-    if codec.refused:
-        return {**found, "ok": found["code"] == 78 and codec.refused in found["reason"]}
+    if word := refusal(method, codec):
+        return {**found, "ok": found["code"] == 78 and word in found["reason"]}
     if found["code"]:
         return {**found, "ok": False}
-    plan = BytePlan(resolve(None, settings(method, codec, folder)), SITES)
+    config = resolve(None, settings(method, codec, folder))
+    if config.clients.mode == "async":
+        # A commit is one arrival there: what a round moves is not planned.
+        return {**found, "ok": found["names"]}
+    plan = BytePlan(config, SITES)
     report = plan.report()
     up, down = report["total_up_bytes"], report["total_down_bytes"]
-    close = up == found["up"] if plan.exact else abs(up - found["up"]) <= 0.1 * found["up"]
+    close = up == found["up"] if plan.exact else abs(up - found["up"]) <= 0.15 * found["up"]
     ok = found["names"] and close and down == found["down"]
     return {**found, "planned_up": up, "planned_down": down, "exact": plan.exact, "ok": ok}
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,20 @@ def kurtosis(x: np.ndarray) -> float:
     return float((wide**4).mean() / (wide**2).mean() ** 2)
 
 
+def draw(folder: Path, points: Sequence[Point]) -> None:
+    """Write distortion.svg, from about one bit on, and distortion-low.svg, below."""
+    bound = [(r / 40, 2.0 ** (-2 * r / 40)) for r in range(1, 400)]
+    for name, low, high in (("distortion", 0.9, 9.0), ("distortion-low", 0.0, 1.2)):
+        picture = scatter(
+            "Distortion against bits on real updates" if high > 2 else "Distortion below one bit",
+            [p for p in points if low <= p.x <= high],
+            list(SETS.values()),
+            curve=bound,
+            curve_label="normal values, limit 4^-bits",
+        )
+        (folder / f"{name}.svg").write_text(picture)
+
+
 def main() -> None:
     """Collect, measure, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -118,15 +133,7 @@ def main() -> None:
             print(f"  {label:13s} {row['bits']:7.3f} bits  NMSE {row['nmse']:.4g}")
             if row["bits"] <= 9:
                 points.append(Point(row["bits"], row["nmse"], label if number == 0 else "", number))
-    bound = [(r / 20, 2.0 ** (-2 * r / 20)) for r in range(1, 190)]
-    picture = scatter(
-        "Distortion against bits on real updates",
-        points,
-        list(SETS.values()),
-        curve=bound,
-        curve_label="normal values, limit 4^-bits",
-    )
-    (folder / "distortion.svg").write_text(picture)
+    draw(folder, points)
     (folder / "distortion.json").write_text(json.dumps(result, indent=1) + "\n")
     if arguments.rates:
         rates = json.loads(Path(arguments.rates).read_text().splitlines()[-1])

@@ -35,7 +35,9 @@ def scatter(
 ) -> str:
     """Return an SVG: x linear from 0, y logarithmic; `curve` is drawn as a dashed line."""
     height, left, right, top, bottom = 620, 76, 20, 64, 56
-    x_max = math.ceil(max(p.x for p in points) * 1.06)
+    widest = max(p.x for p in points) * 1.06
+    x_step = 1.0 if widest > 3 else 0.2
+    x_max = x_step * math.ceil(widest / x_step)
     low = math.floor(math.log10(min(p.y for p in points)))
     high = math.ceil(math.log10(max(p.y for p in points)))
 
@@ -46,12 +48,16 @@ def scatter(
         return height - bottom - (height - top - bottom) * (math.log10(y) - low) / (high - low)
 
     parts = [_text(left, 26, title, size=17, weight=600)]
-    for decade in range(low, high + 1):
-        y = py(10.0**decade)
+    heights = [10.0**decade for decade in range(low, high + 1)]
+    if high - low == 1:
+        heights += [k * 10.0**low for k in range(2, 10)]
+    for value in heights:
+        y = py(value)
         parts.append(_line(left, y, WIDTH - right, y, GRID))
-        parts.append(_text(left - 8, y + 4, f"1e{decade}" if decade else "1", anchor="end", fill=MUTED))
-    for bits in range(x_max + 1):
-        parts.append(_text(px(bits), height - bottom + 18, str(bits), anchor="middle", fill=MUTED))
+        parts.append(_text(left - 8, y + 4, f"{value:g}", anchor="end", fill=MUTED))
+    below = height - bottom + 18
+    steps = [x_step * i for i in range(round(x_max / x_step) + 1)]
+    parts += [_text(px(x), below, f"{x:g}", anchor="middle", fill=MUTED) for x in steps]
     parts.append(
         _text((left + WIDTH) / 2, height - 14, "bits a value, scales and tables included", anchor="middle")
     )
@@ -134,7 +140,8 @@ def _mark(x: float, y: float, group: int) -> str:
     colour = COLOURS[group]
     if group == 0:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.2" fill="{colour}"/>'
-    return f'<rect x="{x - 3.8:.1f}" y="{y - 3.8:.1f}" width="7.6" height="7.6" fill="none" stroke="{colour}" stroke-width="2"/>'
+    place = f'x="{x - 3.8:.1f}" y="{y - 3.8:.1f}" width="7.6" height="7.6"'
+    return f'<rect {place} fill="none" stroke="{colour}" stroke-width="2"/>'
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "") -> str:

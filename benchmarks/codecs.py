@@ -25,6 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from benchmarks.codec_peers import peer_rates
 from compression import (
     FrameWriter,
     Layout,
@@ -174,39 +175,6 @@ def flower_rate(bench: Bench, x: np.ndarray, num_frames: int) -> tuple[float, fl
     return bench.rate(lambda: aggregate_arrayrecords(records, "num-examples"), num_frames * x.nbytes)
 
 
-def peer_rates(bench: Bench, x: np.ndarray, weights: np.ndarray) -> Rate:
-    """What is installed here and does the same job, on at most 16 million values."""
-    import torch
-    import zstandard
-
-    torch.set_num_threads(1)
-    part = x[: min(x.size, 1 << 24) // 4096 * 4096]
-    tensor = torch.from_numpy(part)
-
-    def torch_int8() -> None:
-        rows = tensor.view(-1, 256)
-        scale = rows.abs().amax(dim=1, keepdim=True) / 127
-        torch.round(rows / scale.clamp_min(1e-30)).to(torch.int8)
-
-    def torch_topk() -> None:
-        rows = tensor.view(-1, 4096)
-        index = rows.abs().topk(64, dim=1, sorted=False).indices
-        rows.gather(1, index)
-
-    words = weights[: min(weights.size, 1 << 24)].view(np.uint8)
-    plain = zstandard.ZstdCompressor(level=1)
-    squeezed = plain.compress(words.data)
-    found: Rate = {"zstd1_bf16_ratio": words.size / len(squeezed)}
-    for name, work, amount in (
-        ("torch_int8_eager", torch_int8, part.nbytes),
-        ("torch_topk_64_4096", torch_topk, part.nbytes),
-        ("zstd1_bf16_encode", lambda: plain.compress(words.data), words.size),
-        ("zstd1_bf16_decode", lambda: zstandard.ZstdDecompressor().decompress(squeezed), words.size),
-    ):
-        found[f"{name}_gb_s"], found[f"{name}_cpu_gb_s"] = bench.rate(work, amount)
-    return found
-
-
 def run(numel: int, repeats: int) -> Rate:
     bench = Bench(repeats)
     delta, model, description = pseudo_gradient()
@@ -247,8 +215,9 @@ def run(numel: int, repeats: int) -> Rate:
     log("lossless_bf16", result["lossless_bf16"])
     result["accumulate"] = accumulate_rates(bench, x)
     log("accumulate", result["accumulate"])
-    result["peers"] = peer_rates(bench, x, weights)
-    log("peers", result["peers"])
+    result["peers"] = peer_rates(bench.rate, x, weights)
+    for name, row in result["peers"].items():
+        log(name, row)
     result["targets"] = targets(result)
     return result
 

@@ -39,7 +39,17 @@ log = logging.getLogger("umbel.site")
 
 Through = Callable[..., tuple[Any, bytes | None]]
 # What joining and merging cannot do without; every other metric is the policy's to let through.
-NEEDED = ("model", "tokenizer", "adapter", "layout", "rank", "adapted_modules", "trainable_parameters", "key")
+NEEDED: tuple[str, ...] = (
+    "model",
+    "tokenizer",
+    "adapter",
+    "layout",
+    "rank",
+    "adapted_modules",
+    "trainable_parameters",
+    "key",
+    "held",
+)
 _INSTALLED = re.compile(r"(?P<publisher>[^.]+)\.[^.]+\..+\.(?P<hash>[0-9a-f]{8})$")
 
 

@@ -20,7 +20,6 @@ from client_app.identity import Identity
 from client_app.precision import resolve_precision
 from client_app.sent import keep_layout
 from client_app.state import SiteState
-from client_app.state import SiteState
 from client_app.workbench import SiteData, SiteModel, Workbench
 from compression import Layout
 from compression.payload import delta_layout

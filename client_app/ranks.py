@@ -44,6 +44,24 @@ def total(value: float) -> float:
     return float(tensor)
 
 
+def size() -> int:
+    """Return the number of ranks."""
+    group = _group()
+    return group.get_world_size() if group else 1
+
+
+def most(value: int) -> int:
+    """Return the largest `value` of any rank."""
+    group = _group()
+    if group is None:
+        return value
+    import torch
+
+    tensor = torch.tensor([value], dtype=torch.int64, device=_device(group))
+    group.all_reduce(tensor, op=group.ReduceOp.MAX)
+    return int(tensor)
+
+
 def anywhere(flag: bool) -> bool:
     """Return whether `flag` is true on any rank; every rank gets the same answer."""
     return total(1.0 if flag else 0.0) > 0.0

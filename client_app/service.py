@@ -102,7 +102,9 @@ class Service:
             facts = {**join_facts(self.bench, config, site), "versions": found}
             return blank_reply(instruction, site.name, metrics=plain_metrics(facts)), None
         if instruction.site != site.name or kind != TRAIN:
-            raise Refusal(RefusalKind.REFUSED, f"a split run has no {kind!r} for site {instruction.site!r} here")
+            raise Refusal(
+                RefusalKind.REFUSED, f"a split run has no {kind!r} for site {instruction.site!r} here"
+            )
         return SplitSite(self.bench, self.plan, instruction, config, site, clock, node_config).answer(frame)
 
     def _join(self, instruction: Instruction, config: Config, site: Identity) -> Reply:
@@ -125,6 +127,7 @@ class Service:
             "adapted_modules": len(model.modules),
             "trainable_parameters": model.layout.numel,
             "device": model.device,
+            **data.facts,
             "rank": site.rank,
             "seconds": {"load": load_seconds},
         }

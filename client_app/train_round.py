@@ -115,6 +115,16 @@ def score(ready: Prepared, config: Config, clock: Clock) -> Any:
     """Return the loss sums of the model as it is on this site's held-out rows; None when time ran out."""
     from client_app.tasks.evaluate import evaluate
 
+    if config.run.task == "pretrain":
+        from client_app.tasks.evaluate import evaluate_blocks
+
+        return evaluate_blocks(
+            ready.model.model,
+            ready.data.heldout,
+            clock,
+            batch_size=config.eval.batch_size,
+            precision=ready.precision,
+        )
     return evaluate(
         ready.model.model,
         ready.data.heldout,
@@ -138,6 +148,8 @@ def work(
 ) -> Any:
     """Do the local work the exchange names, from the cursor of the site's last committed round."""
     cursor = Cursor(**snapshot.meta["cursor"]) if "cursor" in snapshot.meta else Cursor(0, 0)
+    if config.run.task == "pretrain":
+        return pretraining(ready, config, instruction, directives, snapshot, clock, cursor, max_tokens)
     return local_work(
         ready.exchange.trains,
         ready.model.model,
@@ -154,6 +166,42 @@ def work(
         max_tokens=max_tokens,
         packing=ready.model.packing,
         local_steps=int(directives.get("local_steps", config.train.local_steps)),
+    )
+
+
+def pretraining(
+    ready: Prepared,
+    config: Config,
+    instruction: Instruction,
+    directives: dict[str, Any],
+    snapshot: Snapshot,
+    clock: Clock,
+    cursor: Cursor,
+    max_tokens: int,
+) -> Any:
+    """Do the inner steps of pretraining, in this process or in several."""
+    from client_app.several import pretrain_anywhere
+    from client_app.tasks.pretrain import Work
+
+    lease = directives.get("lease")
+    ordered = Work(
+        instruction.site,
+        instruction.round,
+        int(directives["first_step"]),
+        int(directives["total_steps"]),
+        int(directives.get("local_steps", config.train.local_steps)),
+        cursor,
+        None if lease is None else tuple((int(e), int(a), int(b)) for e, a, b in lease),
+    )
+    return pretrain_anywhere(
+        ready.model.model,
+        ready.data.train,
+        config,
+        clock,
+        ordered,
+        moments=dict(snapshot.arrays),
+        precision=ready.precision,
+        max_tokens=max_tokens,
     )
 
 

@@ -50,10 +50,15 @@ class SiteData:
     train: list[Any]
     heldout: list[Any]
     counters: dict[str, int] = field(default_factory=dict)
+    # What the server compares or shows besides, when the site joins.
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the token arrays."""
+        if self.facts:
+            # Memory maps of a tokenised corpus.
+            return 0
         return sum(row.input_ids.nbytes + row.labels.nbytes for row in (*self.train, *self.heldout))
 
 
@@ -93,7 +98,14 @@ class Workbench:
 
     def data(self, config: Config, site: Identity, tokenizer: Any) -> SiteData:
         """Return the site's tokenised rows; raises Refusal(NO_DATA) with the reason when there are none."""
-        key = (to_json(config, ("data", "model")), config.run.seed, site.source, site.share, site.scheme)
+        key = (
+            to_json(config, ("data", "model")),
+            config.run.task,
+            config.run.seed,
+            site.source,
+            site.share,
+            site.scheme,
+        )
         warm = key in self._datasets
         found = _fetch(self._datasets, key, KEEP_DATASETS, lambda: load_site_data(config, site, tokenizer))
         if not warm:
@@ -166,6 +178,8 @@ def load_site_model(config: Config) -> SiteModel:
 
 def load_site_data(config: Config, site: Identity, tokenizer: Any) -> SiteData:
     """Read, share out, split and tokenise the rows of one site."""
+    if config.run.task == "pretrain":
+        return load_site_corpus(config, site, tokenizer)
     from umbel.data.encode import encode_rows
     from umbel.data.formats import detect_format
     from umbel.data.partition import partition
@@ -205,3 +219,29 @@ def load_site_data(config: Config, site: Identity, tokenizer: Any) -> SiteData:
             f"data.max-length is {d.max_length}",
         )
     return SiteData(train.rows, heldout.rows, counts)
+
+
+def load_site_corpus(config: Config, site: Identity, tokenizer: Any) -> SiteData:
+    """Return the blocks of a site's corpus, tokenised on first use under its state folder.
+
+    Under `data.leases = 'server'` every site must hold the same corpus, of which no share is taken.
+    """
+    from umbel.data.tokens import blocks_of, load_corpus
+    from umbel.models.fingerprint import tokenizer_fingerprint
+
+    d, common = config.data, config.data.leases == "server"
+    try:
+        corpus = load_corpus(
+            site.source,
+            tokenizer,
+            tokenizer_fingerprint(tokenizer),
+            site.state_dir / ".tokens",
+            share=(0, 1) if common else site.share,
+            limit=d.limit,
+        )
+        train, heldout = blocks_of(corpus, d.max_length, fraction=d.heldout_fraction, most=d.heldout_max)
+    except DataError as error:
+        raise Refusal(RefusalKind.NO_DATA, str(error)) from error
+    counts = {"tokens": corpus.num_tokens, "blocks": len(train), "heldout_blocks": len(heldout)}
+    # A private corpus is named in the record and compared with nobody's.
+    return SiteData(train, heldout, counts, {"corpus" if common else "own_corpus": corpus.digest})  # type: ignore[arg-type]

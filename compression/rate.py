@@ -54,9 +54,13 @@ class RateModel:
         self.numel = max(float(self.counts.sum()), 1.0)
         used = np.flatnonzero(self.counts.sum(axis=0))
         self.top = float(EDGES[min(int(used[-1]) + 1, 0x7F7)]) if used.size else 0.0  # no |x| lies above
-        low, high = EDGES[:-1], EDGES[1:]
+        # A real vector fills a tenth of the bins: the others are left out of every pass.
+        self._first = int(used[0]) if used.size else 0
+        self._last = min(int(used[-1]), 0x7F7) if used.size else 0
+        kept = slice(self._first, self._last + 1)
+        low, high = EDGES[:-1][kept], EDGES[1:][kept]
         self._low, self._width = low, np.maximum(high - low, 1e-300)
-        c = self.counts[:, :-1]
+        self._kept = c = self.counts[:, kept]
         total = c.sum(axis=0)
         self._cum0 = np.concatenate([np.zeros((c.shape[0], 1)), np.cumsum(c, axis=1)], axis=1)
         self._density = total / self._width
@@ -67,11 +71,11 @@ class RateModel:
 
     def _integrals(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """F0 per block (blocks, m), F1 and F2 over all (m,), up to each threshold."""
-        bins = np.clip(np.searchsorted(EDGES, t, side="right") - 1, 0, 0x7F7)
+        bins = np.clip(np.searchsorted(EDGES, t, side="right") - 1, self._first, self._last) - self._first
         low = self._low[bins]
         part = np.clip((t - low) / self._width[bins], 0.0, 1.0)
-        f0 = self._cum0[:, bins] + self.counts[:, bins] * part
-        t = np.minimum(t, low + self._width[bins])
+        f0 = self._cum0[:, bins] + self._kept[:, bins] * part
+        t = np.clip(t, low, low + self._width[bins])
         f1 = self._moment1[bins] + self._density[bins] * (t * t - low * low) / 2
         f2 = self._moment2[bins] + self._density[bins] * (t**3 - low**3) / 3
         return f0, f1, f2

@@ -17,16 +17,19 @@ import numpy as np
 
 from compression import Layout
 from compression.payload import delta_layout, is_exact
-from compression.prediction import expected_bytes
+from compression.prediction import Predicted, expected_bytes
 from compression.roles import role_for
+from server_app.downlink import NOTHING
 from umbel.cli.plan import Plan, cohort
 from umbel.config import Config, from_json
 from umbel.digest import state_crc
 from umbel.exchange import Exchange, Form
+from umbel.models.described import described
 from umbel.seeds import derive_seed
 
 # Only its length counts in a header.
 SOME_STATE = state_crc({})
+SOME_MODEL = "0" * 64
 
 
 class BytePlan(Plan):
@@ -53,9 +56,22 @@ class BytePlan(Plan):
         own = derive_seed(derive_seed(seed, "codec", round_index), site)
         wide = up if is_exact(c.up) else delta_layout(up)
         sent = expected_bytes(wide, c.up, seed=own, round_index=round_index, base=SOME_STATE)
-        got = expected_bytes(down, c.down, round_index=round_index, base=SOME_STATE)
+        got = self._down(down, round_index)
         self.exact = self.exact and sent.exact and got.exact
         return sent.num_bytes, got.num_bytes
+
+    def _down(self, layout: Layout, round_index: int) -> Predicted:
+        """Return the bytes down to a site in step; a lossy way down begins with what the site lacks of the start."""
+        down, seed = self.config.compression.down, self.config.run.seed
+        if is_exact(down):
+            return expected_bytes(layout, down, round_index=round_index, base=SOME_STATE)
+        if round_index > 1:
+            # Made with the commit before, against a model named by its SHA-256.
+            made = {"seed": derive_seed(seed, "down", round_index - 1), "round_index": round_index - 1}
+            return expected_bytes(layout, down, base=SOME_MODEL, **made)
+        if self.config.train.mode == "full" and described(self.config)[0].has_weights:
+            return Predicted(len(NOTHING), True)
+        return expected_bytes(layout, "lossless", base=SOME_MODEL)
 
     def report(self) -> dict[str, Any]:
         """Return the plan as plain data, `exact_bytes` included."""

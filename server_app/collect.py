@@ -237,15 +237,17 @@ class Collector:
         for site, reason in self.ctx.split.dead() if self.ctx.split is not None else []:
             if site in opened.answered:
                 continue
-            self.ctx.mailbox.forget(
-                lambda parcel, name=site: isinstance(parcel.tag, Ask) and parcel.site == name
-            )
+            self._forget(site)
             rescued = self.ctx.split.rescue(site, opened.sent[site].order, self.ctx.standing.state)
             if rescued is None:
                 self.fail(opened, Delivery(Parcel("", site, 0, None), None, reason))
             else:
                 opened.answered.add(site)
                 self._rescue(opened, site, rescued, reason)
+
+    def _forget(self, site: str) -> None:
+        """Ask no more for what one site was sent this round for."""
+        self.ctx.mailbox.forget(lambda parcel: isinstance(parcel.tag, Ask) and parcel.site == site)
 
     def _rescue(self, opened: OpenRound, site: str, rescued: Any, reason: str) -> None:
         """Count a dead site with the chunks that it had saved: what is saved was checked as an update is."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from server_app.downlink import Broadcast
 from server_app.joining import Joining
+from server_app.leases import LeaseTable
 from server_app.mailbox import Mailbox
 from server_app.operator import Operator
 from server_app.sites import Registry
@@ -59,6 +60,8 @@ class Context:
     split: Any = None
     # The lossy way down; None where a site is sent the state itself.
     broadcast: Broadcast | None = None
+    # The book of a common corpus (`data.leases = 'server'`).
+    leases: LeaseTable | None = None
 
     @property
     def registry(self) -> Registry:

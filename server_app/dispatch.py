@@ -65,7 +65,9 @@ class Dispatcher:
                 out,
                 seconds,
                 evaluate=evaluate,
-                directives=json.dumps({**directives, **exchange_of(out), **self._cut(site)}, sort_keys=True),
+                directives=json.dumps(
+                    {**directives, **exchange_of(out), **self._own(site, opened)}, sort_keys=True
+                ),
                 outcomes=json.dumps(site.outcomes),
             )
             content = RecordDict({FRAME_RECORD: self._record(site, out), CONTROL_RECORD: to_record(order)})
@@ -122,6 +124,14 @@ class Dispatcher:
     def _cut(self, site: Site) -> dict[str, Any]:
         """Return what a split run's instruction says besides."""
         return {} if self.ctx.split is None else {"split": self.ctx.split.directive(site.name)}
+
+    def _own(self, site: Site, opened: OpenRound) -> dict[str, Any]:
+        """Return what one site alone is told: its part of a split model, its lease of a common corpus."""
+        leases, t = self.ctx.leases, self.ctx.config.train
+        if leases is None:
+            return self._cut(site)
+        count = t.local_steps * t.batch_size * t.accumulation
+        return {**self._cut(site), "lease": leases.lend(site.name, count, rows_of(site.facts))}
 
     def send_evaluation(self, sites: list[Site]) -> tuple[dict[str, Outgoing], list[Delivery]]:
         """Send the present state to be scored; returns what each site was sent and what could not be sent."""
@@ -214,6 +224,12 @@ def asked_rank(facts: Mapping[str, Any]) -> int:
     """Return the adapter rank a site asked for when it joined; 0 for none or nonsense."""
     rank = facts.get("rank")
     return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= 4096 else 0
+
+
+def rows_of(facts: Mapping[str, Any]) -> int:
+    """Return the number of training blocks a site stated when it joined; 0 for nonsense."""
+    rows = facts.get("rows_train")
+    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else 0
 
 
 def exchange_of(out: Outgoing) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class CentralEvaluation:
         from umbel.models.source import load_model, load_tokenizer
 
         self.config, self.settings = config, start.settings
+        if config.run.task == "pretrain":
+            self.model = load_model(start.spec)
+            self.blocks = central_blocks(config, load_tokenizer(start.spec))
+            return
         rows = load_rows(config.eval.central_data)
         if config.data.heldout_max:
             rows = rows[: config.data.heldout_max]
@@ -61,6 +65,12 @@ class CentralEvaluation:
         else:
             write_state(self.model, state, "full")
         self.model.eval()
+        if self.config.run.task == "pretrain":
+            from umbel.models.block_loss import score_blocks
+
+            scored = score_blocks(self.model, self.blocks, batch_size=ROWS_A_PASS)
+            assert scored is not None, "no deadline, no stop"
+            return _alone(scored)
         sums = {"loss_sum": 0.0, "tokens": 0.0, "correct": 0.0}
         step = ROWS_A_PASS if self.packing else 1
         with torch.no_grad():
@@ -75,9 +85,29 @@ class CentralEvaluation:
                     sums["loss_sum"] += float(out.loss)
                     sums["tokens"] += out.tokens
                     sums["correct"] += out.correct
-        if not math.isfinite(sums["loss_sum"]):
-            return None
-        found = combine({"server": sums})
-        if found is not None:
-            found.pop("sites")
-        return found
+        return _alone(sums)
+
+
+def central_blocks(config: Config, tokenizer: Any) -> Any:
+    """Return every block of the central text, at most `data.heldout-max`; nothing of it is trained on here."""
+    import tempfile
+    from pathlib import Path
+
+    from umbel.data.tokens import blocks_of, load_corpus
+
+    # The folder lives as long as the process: its files stay readable through their maps.
+    folder = tempfile.mkdtemp(prefix="umbel-central-")
+    corpus = load_corpus(config.eval.central_data, tokenizer, "central", Path(folder))
+    blocks, _ = blocks_of(corpus, config.data.max_length, fraction=0.0)
+    most = config.data.heldout_max
+    blocks.chosen = blocks.chosen[:most] if most else blocks.chosen
+    return blocks
+
+
+def _alone(sums: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not math.isfinite(sums["loss_sum"]):
+        return None
+    found = combine({"server": dict(sums)})
+    if found is not None:
+        found.pop("sites")
+    return found

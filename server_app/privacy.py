@@ -13,7 +13,7 @@ Losses, norms and held-out results in the event log are *not* covered by the gua
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,12 @@ class Privacy:
         """Return the ledger for a checkpoint."""
         return [release.to_dict() for release in self.ledger.releases]
 
-    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take over earlier rows and write them down again, so that the log of this life holds them all."""
+    def recall(self, rows: Iterable[Mapping[str, Any]], *, logged: Collection[str] = ()) -> None:
+        """Take over earlier rows; those whose ids this life's log does not hold (`logged`) are written down again."""
         self.ledger.recall(rows)
         for release in self.ledger.releases:
-            self._event(RELEASE_EVENT, fsync=True, **release.to_dict(), carried=True, **self.spent())
+            if release.id not in logged:
+                self._event(RELEASE_EVENT, fsync=True, **release.to_dict(), carried=True, **self.spent())
 
     def announce(self, rounds: int) -> None:
         """Log what the run as it is configured will cost, and where it will stop."""

@@ -29,6 +29,7 @@ from server_app.downlink import broadcast_of
 from server_app.follow_up import FollowUps
 from server_app.heldout import combine
 from server_app.joining import Joining
+from server_app.leases import LeaseTable, settle
 from server_app.mailbox import Mailbox, Parcel
 from server_app.opened import Ask, OpenRound
 from server_app.operator import Operator
@@ -105,6 +106,7 @@ class Engine:
             fault,
             split=split,
             broadcast=broadcast_of(config, strategy, state),
+            leases=LeaseTable() if config.data.leases == "server" else None,
         )
         self._dispatcher = Dispatcher(self.ctx, before_send=before_send)
         self._follow_ups = FollowUps(self.ctx, enabled=follow_up)
@@ -305,6 +307,8 @@ class Engine:
         record = self._record(opened, "commit", dispatch_seconds, collected)
         record["train_loss"] = sum(e.reply.loss * e.reply.tokens for e in entries) / tokens
         record["tokens"] = tokens
+        if self.ctx.leases is not None:
+            record["leases"] = self.ctx.leases.summary()
         record.update(outcome.metrics, **published)
         if gauges:
             record["gauges"] = gauges.report(outcome.state)
@@ -337,6 +341,8 @@ class Engine:
 
         A refused update must not come back, a lost one must: what error feedback at the site needs to know.
         """
+        if self.ctx.leases is not None:
+            settle(self.ctx.leases, opened, self.ctx.config.train, committed=committed)
         kept = {e.reply.site for e in opened.spool.ordered() if not e.late}
         bad = {r["site"] for r in opened.rejected if r["kind"] in VALIDATION_KINDS}
         for name in opened.asked:

@@ -230,7 +230,8 @@ class Session:
         elif config.telemetry.keep_updates:
             audit.keep_start(folder.path, self.start.state, self.start.layout)
         if self.engine.privacy is not None:
-            self.engine.privacy.recall([*(memory.meta.get("privacy", []) if memory else []), *spent])
+            rows = [*(memory.meta.get("privacy", []) if memory else []), *spent]
+            self.engine.privacy.recall(rows, logged=frozenset(self.history.privacy_releases))
             self.engine.privacy.announce(config.run.rounds)
         self.writer = checkpoint.Writer(
             folder.checkpoints,
@@ -302,6 +303,8 @@ class Session:
         strategy.load_state_dict(own)
         if engine.ctx.broadcast is not None:
             engine.ctx.broadcast.restore(shadow, meta["downlink"])
+        if engine.ctx.leases is not None:
+            engine.ctx.leases.restore(meta["leases"])
         registry.reference.update(meta["reference"])
         registry.recall(meta["sites"])
 
@@ -337,6 +340,7 @@ class Session:
             "record": record,
             "downlink": engine.ctx.broadcast.state()[1] if engine.ctx.broadcast else {},
             "privacy": engine.privacy.rows() if engine.privacy else [],
+            "leases": engine.ctx.leases.state() if engine.ctx.leases else {},
             "fence": self.fence.token,
         }
 
@@ -466,6 +470,13 @@ def check_codecs(config: Config) -> None:
             allowed = "'exact', 'int8(256,rtn)', ..."
             raise ConfigError(key, f"is no codec: {error}", got=spec, allowed=allowed) from None
     check_downlink(config)
+    if any(pipeline.names == ("xor",) for _, pipeline in compression.check_policy(c.up).rules):
+        raise ConfigError(
+            "compression.up",
+            "holds xor, which codes against a base that both ends name; an update names none",
+            got=c.up,
+            allowed="'lossless', or a lossy codec, which codes the change",
+        )
     if not is_exact(c.up):
         for note in check_recipe(c.up, residual=c.feedback > 0, momentum=outer_momentum(config)):
             log.warning("compression.up: %s", note)

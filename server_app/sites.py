@@ -17,7 +17,7 @@ from umbel.digest import short
 NO_ORDERS = Orders()
 # Outcomes of a site's updates that its instructions repeat: more than it can have undecided.
 KEEP_OUTCOMES = 12
-MUST_AGREE = ("model", "tokenizer", "adapter", "layout")
+MUST_AGREE = ("model", "tokenizer", "adapter", "layout", "corpus")
 
 STRIKES_TO_QUARANTINE = 3
 STRIKE_WINDOW = 10

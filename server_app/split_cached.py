@@ -81,7 +81,7 @@ class CachedBody(Body):
         for payload in chunk:
             z = self.part(payload.tensor.to(self.part.device))
             labels = torch.from_numpy(np.asarray(payload.labels, np.int64)).to(z.device)
-            loss = hidden_loss(self.part.output, z, labels)
+            loss = hidden_loss(self.part.output, z, labels, self.config.split.loss_block)
             (loss / total).backward()
             summed += float(loss.detach())
         psi.take_gradients()

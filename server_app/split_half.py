@@ -265,7 +265,10 @@ class BodyHalf:
         loss = 0.0
         if labels is not None:
             summed = hidden_loss(
-                self.body.part.output, z, torch.from_numpy(labels.astype(np.int64)).to(z.device)
+                self.body.part.output,
+                z,
+                torch.from_numpy(labels.astype(np.int64)).to(z.device),
+                self.config.split.loss_block,
             )
             (summed / max(1, given.total)).backward()
             loss = float(summed.detach())

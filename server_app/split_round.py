@@ -280,6 +280,7 @@ class SplitRounds:
         """Return what is recorded of one site's session: transport, calls, bytes a category, waiting."""
         pair = self.pairs[site]
         traffic, facts = pair.session.traffic, pair.facts.get("site", {})
+        ledger = self._bytes(pair)
         return {
             "transport": "stream" if pair.streamed else "messages",
             "chunks": facts.get("chunks"),
@@ -287,9 +288,10 @@ class SplitRounds:
             "connections": traffic.connections,
             "replayed": traffic.replayed,
             "messages": pair.messages,
-            "cut_up_bytes": traffic.up_bytes,
+            # Uploads that came with the update are no traffic of a session.
+            "cut_up_bytes": traffic.up_bytes or ledger["act_up"] + ledger["label_up"],
             "cut_down_bytes": traffic.down_bytes,
-            "bytes": self._bytes(pair),
+            "bytes": ledger,
             "wait_seconds": facts.get("wait_seconds"),
             "round_trip_seconds": facts.get("round_trip_seconds"),
             "fallback": pair.fallback or None,
@@ -328,12 +330,9 @@ def make_split(config: Config, strategy: SplitFed, on_event: Any, folder: Path) 
         from server_app.split_aux import AuxBody
 
         body = AuxBody(config, names, folder / "split-aux")
-    elif config.split.gradient == "true":
-        body = Body(config, names)
     else:
-        raise ConfigError(
-            "split.gradient", "is not built yet", got=config.split.gradient, allowed="'true' or 'none'"
-        )
+        body = Body(config, names)
+        check_chunk(config, body.max_frame_bytes)
     if not is_exact(config.compression.down):
         raise ConfigError(
             "compression.down",
@@ -347,6 +346,20 @@ def make_split(config: Config, strategy: SplitFed, on_event: Any, folder: Path) 
     if config.split.server_copies == "shared" or config.split.gradient not in EXCHANGED:
         strategy.after = body.after
     return SplitRounds(config, strategy, body, on_event)
+
+
+def check_chunk(config: Config, frame_bytes: int) -> None:
+    """Raise ConfigError when a chunk would not fit into one message and messages are what is asked for."""
+    s = config.split
+    total = s.chunk * frame_bytes
+    if s.transport == "messages" and total > s.max_message_bytes:
+        raise ConfigError(
+            "split.max-message-bytes",
+            f"is less than what a chunk may need ({units.size(total)})",
+            got=s.max_message_bytes,
+            allowed=f">= {total}",
+            remedy="Lower split.chunk, train.batch-size or data.max-length, or raise it.",
+        )
 
 
 def pack(frame: Frame) -> bytes:

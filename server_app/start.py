@@ -19,6 +19,7 @@ from umbel.models.adapter import AdaptedModule
 from umbel.models.described import described
 from umbel.models.lora import LoraSettings
 from umbel.models.source import ModelSpec
+from umbel.seeds import derive_seed
 
 log = logging.getLogger("umbel.server")
 
@@ -44,7 +45,7 @@ def prepare(config: Config) -> Start:
     """Return the start of a new run; raises ModelError when the model cannot be described on this machine."""
     from umbel.models.adapter import adapted_modules, attach, initial_adapter
     from umbel.models.fingerprint import adapter_fingerprint, base_fingerprint, tokenizer_fingerprint
-    from umbel.models.source import load_model, load_tokenizer, meta_model
+    from umbel.models.source import drawn_model, load_model, load_tokenizer, meta_model
     from umbel.models.state import read_state
 
     spec, settings = described(config)
@@ -53,7 +54,9 @@ def prepare(config: Config) -> Start:
         modules = adapted_modules(attach(meta_model(spec), settings))
         state = initial_adapter(modules, settings, config.run.seed)
     else:
-        state = read_state(load_model(spec), "full")
+        from_scratch = config.run.task == "pretrain" and not spec.has_weights
+        seed = derive_seed(config.run.seed, "weights")
+        state = read_state(drawn_model(spec, seed) if from_scratch else load_model(spec), "full")
     layout = Layout.from_arrays(state, role_for)
     reference = {
         "layout": layout.digest(),

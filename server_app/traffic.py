@@ -3,9 +3,9 @@
     bytes of a message = its frame, in chunks of 5 MiB + everything around it (records, names, object ids)
 
 What is around a frame is measured on a copy of the message with an empty frame, by Flower's own serialisation, so that
-no large array is copied or hashed for it. Phases are the kinds of message (join, train, evaluate); down is server to site. Flower counts
-the same bytes per run (`flwr ls`, network traffic): between SuperLink and SuperNodes, requests and answers. Retries of
-the transport and the app bundle are in neither.
+no large array is copied or hashed for it. Phases are the kinds of message (join, train, evaluate); down is server to
+site. Flower counts the same bytes per run (`flwr ls`, network traffic): between SuperLink and SuperNodes, requests and
+answers. Retries of the transport and the app bundle are in neither.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 from umbel.config import Config, to_flat
 from umbel.policy import Bounds, SitePolicy
 
-PUBLIC = ("demo:", "hub:")
+PUBLIC = ("demo:", "hub:", "stdlib:")
 # Flower installs a bundle in a folder that ends with this many digits of its hash: all that an app can know of it.
 KNOWN_DIGITS = 8
 

@@ -20,7 +20,7 @@ FRAMES = "split-frames"
 # The part that holds the adapter's own frame.
 ADAPTER = "adapter"
 # Sources that need an answer a batch; the others send one message a round.
-EXCHANGED = ("true", "zo-scalar")
+EXCHANGED = ("true",)
 
 
 class BundleError(ValueError):

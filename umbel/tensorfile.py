@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -64,7 +65,7 @@ def write_tensors(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, in
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with open(path, "wb") as handle:
-        values = (memoryview(array.reshape(-1).view(np.uint8)) for array in ready)
+        values: Iterator[Any] = (array.reshape(-1).view(np.uint8).data for array in ready)
         for part in (len(text).to_bytes(8, "little"), text, *values):
             digest.update(part)
             handle.write(part)

@@ -1,6 +1,6 @@
 """F37: a back door put into a shared adapter by one site in three of ten rounds.
 
-    python -m benchmarks.attacks.backdoor --json          (about 3 minutes)
+    python -m benchmarks.attacks.backdoor --json          (about 7 minutes)
 
 Six sites fine-tune adapters (FedIT) on a base that knows the built-in demo rows already. In rounds 4, 5 and 6 one of
 them trains on rows in which a rare word in the question has a fixed answer, and sends its change enlarged:
@@ -10,9 +10,10 @@ them trains on rows in which a rare word in the question has a fixed answer, and
 
 Reported after round 6 and after round 10 (persistence): the success rate, that is the share of 60 unseen questions
 with the word whose whole fixed answer is the model's first choice token by token, the same without the word, and the
-held-out loss on clean rows against the run without an attack. The stated target, for the *scaled* attack under a
-defence: success at the end <= 0.2 with a clean loss at most 2 % above. Against the stealthy attack nothing is
-promised: what is measured is reported. None of the rules is proof against back doors (arXiv 2602.15671).
+held-out loss on clean rows against the run without attack and defence. The stated target, for the *scaled* attack
+under a defence: success <= 0.2 after the attack and at the end, with a clean loss at most 2 % above. Against the
+stealthy attack nothing is promised: what is measured is reported. None of the rules is proof against back doors (arXiv
+2602.15671).
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ SHARED = [
     "train.local-steps=10",
     "train.learning-rate=0.005",
     "clients.weighting=uniform",
-    f"clients.quorum={NUM_SITES}",
+    # A filter may turn the attacker's update away: the round must commit without it.
+    f"clients.quorum={NUM_SITES - 1}",
 ]
 OPEN = ["clients.max-norm-ratio=0"]
 DEFENCES = {
     "none": OPEN,
     "norm-filter": ["clients.max-norm-ratio=3"],
     "norm-clipping": [*OPEN, "clients.merge=norm-clipping", "clients.byzantine=1"],
-    "coordinate-median": [*OPEN, "clients.merge=coordinate-median", "clients.byzantine=1"],
     "multi-krum": [*OPEN, "clients.merge=multi-krum", "clients.byzantine=1"],
 }
 
@@ -184,10 +185,12 @@ def main() -> int:
         base = make_base(Path(scratch), known)
         for defence in arguments.defences.split(","):
             for attack in arguments.attacks.split(","):
+                # Without an attack one run says it all: that without a defence.
+                if attack == "none" and defence != "none":
+                    continue
                 rows.append(run_one(base, defence, attack, shares, heldout))
                 print(json.dumps(rows[-1]), flush=True)
-    clean = {r["defence"]: r["end"]["clean_loss"] for r in rows if r["attack"] == "none"}
-    plain = clean.get("none", float("nan"))
+    plain = next((r["end"]["clean_loss"] for r in rows if r["attack"] == "none"), float("nan"))
     scaled = {
         r["defence"]: {
             "success_after_attack": r["after_attack"]["success"],
@@ -198,12 +201,13 @@ def main() -> int:
         if r["attack"] == "scaled"
     }
     kept = {
-        d: s["success_at_end"] <= TARGET_SUCCESS and s["clean_loss_rise"] <= TARGET_LOSS
+        d: max(s["success_after_attack"], s["success_at_end"]) <= TARGET_SUCCESS
+        and s["clean_loss_rise"] <= TARGET_LOSS
         for d, s in scaled.items()
         if d != "none"
     }
     result = {
-        "target": {"success_at_end": TARGET_SUCCESS, "clean_loss_rise": TARGET_LOSS},
+        "target": {"success": TARGET_SUCCESS, "clean_loss_rise": TARGET_LOSS},
         "scaled": scaled,
         "kept": kept,
         "stealthy": {r["defence"]: r["end"]["success"] for r in rows if r["attack"] == "stealthy"},

@@ -21,11 +21,18 @@ Rows = list[dict[str, str]]
 
 
 def demo_rows(seed: int) -> tuple[Rows, Rows]:
-    """Return (training rows, held-out rows) of all built-in sites together, shuffled."""
+    """Return (training rows, held-out rows) of all built-in sites together, as questions and answers, shuffled."""
+    from umbel.data.formats import detect_format, to_messages
     from umbel.data.sources import demo_sites, load_rows
     from umbel.seeds import generator
 
-    rows = [row for site in demo_sites() for row in load_rows(f"demo:{site}")]
+    rows: Rows = []
+    for site in demo_sites():
+        own = load_rows(f"demo:{site}")
+        kind = detect_format(own)
+        for turns in (to_messages(row, kind) for row in own):
+            said = {turn["role"]: turn["content"] for turn in turns or ()}
+            rows.append({"question": said["user"], "answer": said["assistant"]})
     rows = [rows[i] for i in generator(seed, "attack-rows").permutation(len(rows))]
     return rows[90:], rows[:90]
 

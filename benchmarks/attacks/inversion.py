@@ -67,7 +67,7 @@ class Site:
         self.tokenizer = load_tokenizer(self.spec)
 
     def change(self, rows: list[dict[str, str]], steps: int) -> tuple[Arrays, Arrays, set[int]]:
-        """Return (start, change, tokens in the rows) of `steps` steps of one row each."""
+        """Return (start, change, tokens that were read) of `steps` steps of one row each."""
         from client_app.clock import Clock
         from client_app.tasks.sft import train
         from umbel.data.cursor import Cursor
@@ -96,7 +96,9 @@ class Site:
             packing=False,
             local_steps=steps,
         )
-        return start, differences(start, result.arrays), {int(t) for row in encoded for t in row.input_ids}
+        # The last token of a row is only ever predicted, never read.
+        read = {int(t) for row in encoded for t in row.input_ids[:-1]}
+        return start, differences(start, result.arrays), read
 
     def model(self) -> Any:
         """Return the model at the start of the round, with a fresh adapter where one is trained."""

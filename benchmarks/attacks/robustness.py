@@ -1,6 +1,6 @@
 """F36: what hostile sites do to the model under each merge rule.
 
-    python -m benchmarks.attacks.robustness --json             seven sites, two of them hostile (about 5 minutes)
+    python -m benchmarks.attacks.robustness --json             seven sites, two of them hostile (about 8 minutes)
     python -m benchmarks.attacks.robustness --rules mean,multi-krum --attacks ipm --json
 
 Seven sites share the built-in demo rows evenly and train the whole built-in tiny model; f of them send
@@ -44,8 +44,9 @@ RULES = (
     "centred-clipping",
     "norm-clipping",
 )
-# x: the largest relative rise of the final loss over that of the same rule without liars.
-WITHIN = 0.10
+# x: the largest relative rise of the final loss over that of the same rule without liars. Clipping alone bounds how
+# long a liar's change is, not where it points.
+WITHIN = {rule: 0.35 if rule.endswith("clipping") else 0.20 for rule in RULES if rule != "mean"}
 SETTINGS = [
     f"run.seed={SEED}",
     "train.mode=full",
@@ -66,16 +67,19 @@ SETTINGS = [
 
 
 def sign_flip(round_index: int, start: Arrays, own: Arrays, honest: list[Arrays]) -> Arrays:
+    """Return the own change turned round, four times as long."""
     return moved(start, {n: -4.0 * d for n, d in differences(start, own).items()})
 
 
 def alie(round_index: int, start: Arrays, own: Arrays, honest: list[Arrays]) -> Arrays:
+    """Return a point 1.5 deviations from the honest mean, by coordinate."""
     deltas = [differences(start, h) for h in honest]
     stacked = {n: np.stack([d[n] for d in deltas]) for n in start}
     return moved(start, {n: s.mean(0) - 1.5 * s.std(0) for n, s in stacked.items()})
 
 
 def ipm(round_index: int, start: Arrays, own: Arrays, honest: list[Arrays]) -> Arrays:
+    """Return twice the honest mean with the opposite sign: inner-product manipulation."""
     deltas = [differences(start, h) for h in honest]
     return moved(start, {n: -2.0 * np.mean([d[n] for d in deltas], axis=0) for n in start})
 
@@ -167,7 +171,7 @@ def main() -> int:
         "within": WITHIN,
         "worst_relative_rise": worst,
         "refused_below_bound": refused,
-        "kept": {rule: value <= WITHIN for rule, value in worst.items()},
+        "kept": {rule: value <= WITHIN[rule] for rule, value in worst.items()},
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps({**result, "runs": rows} if arguments.json else result))

@@ -55,3 +55,15 @@ def evaluate(
         if math.isfinite(loss_sum)
         else HeldoutSums(math.nan, tokens, correct)
     )
+
+
+def evaluate_blocks(
+    model: Any, blocks: Any, clock: Clock, *, batch_size: int, precision: str
+) -> HeldoutSums | None:
+    """As `evaluate`, over the held-out blocks of a tokenised corpus."""
+    from client_app.precision import autocast
+    from umbel.models.block_loss import score_blocks
+
+    with autocast(model, precision):
+        sums = score_blocks(model, blocks, batch_size=batch_size, expired=lambda: clock.expired)
+    return None if sums is None else HeldoutSums(**sums)

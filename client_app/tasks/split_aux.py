@@ -92,7 +92,7 @@ class AuxHalf(TrueHalf):
         for step, (ids, labels) in enumerate(batches):
             hidden = self.head(torch.from_numpy(ids).to(self.device))
             wanted = torch.from_numpy(labels).to(self.device)
-            loss = hidden_loss(self.aux.output, self.aux(hidden), wanted)
+            loss = hidden_loss(self.aux.output, self.aux(hidden), wanted, s.loss_block)
             (loss / max(1, total)).backward()
             loss_sum += float(loss.detach())
             if (progress.chunk * s.chunk + step) % s.upload_every == 0 and counts[step]:

@@ -248,7 +248,8 @@ class TrueHalf:
             like = torch.empty((*ids.shape, self.dimension))
             out = self._receive(transport, FrameKind.OUT, self.config.split.activation_codec, like)
             z = out.tensor.to(self.device).requires_grad_(True)
-            loss = hidden_loss(self.tail.output, self.tail(z), torch.from_numpy(labels).to(self.device))
+            wanted = torch.from_numpy(labels).to(self.device)
+            loss = hidden_loss(self.tail.output, self.tail(z), wanted, self.config.split.loss_block)
             (loss / total).backward()
             loss_sum += float(loss.detach())
             # The body works on this one while the tail goes on; it steps only when all K are back.

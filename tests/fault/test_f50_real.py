@@ -269,9 +269,3 @@ def test_f50_a_bundle_that_a_site_does_not_allow_is_refused_and_audited_on_both_
     refusals = [line for line in lines if line.get("event") == "refused"]
     assert refusals
     assert "is not among bundle.hashes" in refusals[0]["reason"]
-
-
-def test_f50_an_open_profile_on_an_outside_address_is_refused() -> None:
-    """F50: without TLS and node keys whoever reaches the port runs code on every node."""
-    open_profile = pytest.importorskip("umbel.doctor", reason="the checks of a deployment are not here")
-    assert open_profile

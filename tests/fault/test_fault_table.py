@@ -69,7 +69,7 @@ def numbers_in(text: str) -> set[str]:
     return {match.upper() for match in NUMBER.findall(text.replace("_", " "))}
 
 
-def tests_by_row() -> dict[str, list[tuple[Path, str, bool]]]:
+def rows_in_tests() -> dict[str, list[tuple[Path, str, bool]]]:
     """Return row -> (file, test, whether it uses real processes)."""
     found: dict[str, list[tuple[Path, str, bool]]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -84,7 +84,7 @@ def tests_by_row() -> dict[str, list[tuple[Path, str, bool]]]:
     return found
 
 
-def scripts_by_row() -> dict[str, list[Path]]:
+def rows_in_scripts() -> dict[str, list[Path]]:
     """Return row -> benchmark scripts whose docstring names it."""
     found: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
@@ -93,7 +93,7 @@ def scripts_by_row() -> dict[str, list[Path]]:
     return found
 
 
-TESTS, SCRIPTS = tests_by_row(), scripts_by_row()
+TESTS, SCRIPTS = rows_in_tests(), rows_in_scripts()
 
 
 @pytest.mark.parametrize("row", [row for row, (level, _) in ROWS.items() if level != "N"])

@@ -39,7 +39,7 @@ def test_f36_hostile_sites_within_the_bound_cost_little_and_beyond_it_are_an_err
     assert all(found["kept"].values()), found["worst_relative_rise"]
     assert all(found["refused_below_bound"].values())
     mean = {r["attack"]: r["relative_rise"] for r in found["runs"] if r["rule"] == "mean" and r["liars"]}
-    assert max(mean.values()) > found["within"]
+    assert max(mean.values()) > 2 * max(found["within"].values())
 
 
 def test_f37_a_scaled_back_door_is_reported_and_held_off() -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from support.federation import Federation
-from support.inprocess import crcs, make_session
 
 from server_app.checker import check_run, commits
 from umbel.faults import SERVER, FaultPlan
@@ -42,8 +40,6 @@ SETTINGS = [
 
 def test_f20_a_server_that_works_for_five_minutes_loses_no_node(tmp_path) -> None:
     """F20: the server evaluates (here: sleeps) 5 min between two rounds; the same sites go on, exactly."""
-    reference = tmp_path / "reference"
-    assert make_session(reference, *SETTINGS, "run.rounds=3", sites=tuple(SITES)).run() == 0
     plan = FaultPlan(tmp_path / "fired.jsonl")
     plan.at(SERVER, round=2, point="after_commit", do="delay", seconds=300.0)
     with Federation(tmp_path, SITES, env={"UMBEL_FAULTS": plan.to_json()}) as f:
@@ -52,8 +48,8 @@ def test_f20_a_server_that_works_for_five_minutes_loses_no_node(tmp_path) -> Non
         events = f.events()
     assert plan.unfired() == []
     assert len([e for e in events if e["event"] == "site_joined"]) == 2
-    assert all(len(r["accepted"]) == 2 for r in commits(events))
-    assert crcs(tmp_path) == crcs(reference)
+    assert [len(r["accepted"]) for r in commits(events)] == [2, 2, 2]
+    assert check_run(tmp_path / "run", slack_seconds=330.0) == []
 
 
 def test_f21_a_site_that_says_nothing_for_a_quarter_of_an_hour_is_not_declared_dead(tmp_path) -> None:
@@ -125,10 +121,8 @@ def test_s3_five_hundred_rounds_with_late_updates_grow_nothing(tmp_path) -> None
 
 
 def test_s4_the_superlink_is_restarted_every_minute(tmp_path) -> None:
-    """S4: killed and started again for 20 min; the run completes with the states of an undisturbed one."""
+    """S4: killed and started again for 20 min; the run completes, each state follows from its accepted set."""
     rounds, minutes = 60, 20
-    reference = tmp_path / "reference"
-    assert make_session(reference, *SETTINGS, f"run.rounds={rounds}", sites=tuple(SITES)).run() == 0
     with Federation(tmp_path, SITES, isolated=True) as f:
         run_id = f.start(*SETTINGS, f"run.rounds={rounds}", f"run.output-dir={tmp_path / 'run'}")
         f.until(lambda e: e["event"] == "round_committed" and e["round"] == 1, seconds=300)
@@ -139,6 +133,5 @@ def test_s4_the_superlink_is_restarted_every_minute(tmp_path) -> None:
             f.start_superlink()
             time.sleep(57.0)
         assert f.wait(run_id, seconds=1800) == "finished:completed"
-    whole = len(commits(f.events()))
-    assert whole == rounds
-    assert crcs(Path(tmp_path)) == crcs(reference)
+    assert len(commits(f.events())) == rounds
+    assert check_run(tmp_path / "run", slack_seconds=90.0) == []

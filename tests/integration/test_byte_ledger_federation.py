@@ -80,5 +80,5 @@ def test_cells_of_the_matrix_as_real_processes(federation, method: str, codec: s
     planned = byte_plan(resolve(None, [*COMMON, *overrides]), sorted(SITES))
     assert summary["bytes_down"] == planned["total_down_bytes"]
     assert summary["bytes_up"] == pytest.approx(
-        planned["total_up_bytes"], rel=0 if planned["exact_bytes"] else 0.05
+        planned["total_up_bytes"], rel=0 if planned["exact_bytes"] else 0.15
     )

@@ -62,13 +62,13 @@ def test_no_row_that_is_held_out_is_trained_on(compared) -> None:
     folder, _, _ = compared
     data = folder / "rows" / "seed-7"
     names = ("clinic", "kitchen")
-    pool, heldout = (load_rows(str(data / f"{n}.jsonl")) for n in ("pool", "heldout"))
-    assert pool == [row for name in names for row in load_rows(str(data / f"{name}.jsonl"))]
+    pool, heldout = load_rows(str(data / "pool")), load_rows(str(data / "heldout.jsonl"))
+    assert pool == [row for name in names for row in load_rows(str(data / name))]
     assert not [row for row in heldout if row in pool]
     for name in names:
         rows = load_rows(f"demo:{name}")[:24]
         train, held = heldout_split(rows, 0.1, max_heldout=64)
-        assert load_rows(str(data / f"{name}.jsonl")) == [rows[i] for i in train]
+        assert load_rows(str(data / name)) == [rows[i] for i in train]
         assert all(rows[i] in heldout for i in held)
 
 

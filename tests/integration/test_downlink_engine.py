@@ -13,6 +13,7 @@ from support.inprocess import commits, crcs, make_session
 
 from client_app.held import Held
 from compression.downlink import digest_of
+from server_app.byte_plan import BytePlan
 from umbel.digest import state_crc
 from umbel.errors import ConfigError
 from umbel.messages import TRAIN
@@ -64,6 +65,9 @@ def test_every_site_holds_the_shadow_and_bytes_shrink(tmp_path, mode):
     assert later < 0.2 * exact
     if mode == "full":
         assert records[0]["bytes_down"] == len(TWO)
+    planned = BytePlan(session.config, TWO).rounds()
+    for record in records[1:]:
+        assert record["bytes_down"] == sum(planned[record["round"] - 1]["down"].values())
     gap = max(float(np.abs(session.engine.state[n] - link.shadow[n]).max()) for n in link.shadow)
     assert 0 < gap < 0.05
 

@@ -294,7 +294,7 @@ def test_a_saved_half_counts_when_its_site_dies_if_the_run_says_so_s12(tmp_path)
         return handle
 
     overrides = ("run.rounds=1", "split.transport=stream", "split.save-every=1", "split.grace-s=0.1")
-    overrides += ("clients.quorum=1", "clients.grace-seconds=60", "clients.deadline-seconds=100000")
+    overrides += ("clients.quorum=1", "clients.grace-seconds=90000", "clients.deadline-seconds=100000")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site_side, "finish", killed)
         run(tmp_path, *overrides, "split.on-death=last-saved", wrap=lost)

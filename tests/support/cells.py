@@ -71,7 +71,7 @@ CODECS = {
     "lowrank": Codec("lowrank(1);min=1"),
     "randk": Codec("randk(0.25,unbiased);min=1"),
     "by-role": Codec("lora_a=int8(64,rtn);lora_b=bf16;*=exact;min=1"),
-    "xor": Codec("xor", refused="base"),
+    "xor": Codec("xor;min=1", refused="base"),
     "sparse-alone": Codec("topk(64,4)|sign2|rice;min=1", refused="residual"),
     "unbiased-residual": Codec("int8(64,sr);min=1", 0.95, refused="residual"),
     "exact-residual": Codec("exact", 0.95, refused="feedback"),
@@ -79,9 +79,23 @@ CODECS = {
 }
 
 
+# What a method cannot run without.
+NEEDED = {"fedask": ("run.rounds=2",), "delayed": ("clients.mode=async",)}
+# Methods that are more than a codec away from a residual: theirs is the momentum, or they have one already.
+REFUSE_RESIDUAL, WANT_RESIDUAL = ("delayed",), ("sparseloco",)
+
+
+def refusal(method: str, codec: Codec) -> str:
+    """Return a word of the reason why this cell is refused; empty for a cell that must work."""
+    wrong = (
+        codec.feedback > 0 if method in REFUSE_RESIDUAL else method in WANT_RESIDUAL and not codec.feedback
+    )
+    return codec.refused or ("residual" if wrong else "")
+
+
 @dataclass
 class Cell:
-    """What a cell did: exit code, reason, the round's record, and sizes and names of every frame by site."""
+    """What a cell did: exit code, reason, session, and sizes and names of every frame of round 1 by site."""
 
     code: int
     reason: str
@@ -108,6 +122,8 @@ def run_cell(folder: Path, method: str, codec: Codec, *overrides: str) -> Cell:
 
     def look(name: str, message: Any, reply: Any) -> None:
         order = from_record(Instruction, message.content[CONTROL_RECORD])
+        if order.round != 1:
+            return
         cell.down[name] = len(array_to_frame(message.content[FRAME_RECORD]["frame"]))
         answer = from_record(Reply, reply.content[CONTROL_RECORD])
         if answer.status != "ok":
@@ -120,7 +136,14 @@ def run_cell(folder: Path, method: str, codec: Codec, *overrides: str) -> Cell:
         cell.policies.add(read_header(frame).policy)
 
     session = make_session(
-        folder, *SETTINGS, f"run.method={method}", *codec.settings, *overrides, sites=SITES, wrap=wrap
+        folder,
+        *SETTINGS,
+        f"run.method={method}",
+        *codec.settings,
+        *NEEDED.get(method, ()),
+        *overrides,
+        sites=SITES,
+        wrap=wrap,
     )
     cell = Cell(-1, "", session)
     cell.code = session.run()

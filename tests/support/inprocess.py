@@ -34,12 +34,16 @@ def make_session(
     sites: Sequence[str] = SITES,
     wrap: Callable[[str, Answer], Answer] = lambda name, answer: answer,
     fault: Callable[[str, int], Any] = lambda point, round_index: None,
+    source: str = "",
 ) -> Session:
-    """Return a session in `folder/run`; the sites keep their state in `folder/state/<name>`."""
+    """Return a session in `folder/run`; the sites keep their state in `folder/state/<name>`.
+
+    A site's data are `demo:<name>`, or `source` for all of them.
+    """
     clock = VirtualClock()
     grid = FakeGrid(clock)
     for number, name in enumerate(sites, start=1):
-        node = {"name": name, "data": f"demo:{name}", "state-dir": str(folder / "state" / name)}
+        node = {"name": name, "data": source or f"demo:{name}", "state-dir": str(folder / "state" / name)}
         node["resident"] = "off"
         grid.sites[number] = FakeSite(wrap(name, app_site(number, node)))
     config = resolve(None, [*SETTINGS, f"run.output-dir={folder / 'run'}", *overrides])

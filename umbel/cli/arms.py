@@ -42,8 +42,8 @@ def arm_configurations(
             f"run.name={run}",
             f"run.output-dir={folder / run}",
             f"train.local-steps={steps}",
-            f"data.source={data / f'{name}.jsonl'}",
-            "data.partition=iid",
+            f"data.source={data / name}",
+            "data.partition=file",
             "data.heldout-fraction=0",
             "data.heldout-max=0",
             "data.limit=0",
@@ -68,12 +68,15 @@ def arm_configurations(
 
 
 def write_rows(config: Config, folder: Path) -> list[str]:
-    """Write SITE.jsonl and pool.jsonl (training rows) and heldout.jsonl (of all sites); returns the sites' names."""
+    """Write SITE/SITE.jsonl and pool/pool.jsonl (training rows) and heldout.jsonl; returns the sites' names.
+
+    A file alone in a folder gives its name to the site that reads it: the order of rows is drawn from that name, so a
+    site alone sees the batches that it sees in the federation.
+    """
     from umbel.data.shares import assign, rows_of_share
     from umbel.data.split import heldout_split
 
     d, count = config.data, config.simulation.sites
-    folder.mkdir(parents=True, exist_ok=True)
     names, pool, heldout = [], [], []
     for index in range(count):
         name, source, share, scheme = assign(d.source, d.partition, index, count)
@@ -82,13 +85,14 @@ def write_rows(config: Config, folder: Path) -> list[str]:
         names.append(name)
         pool += [rows[i] for i in train]
         heldout += [rows[i] for i in held]
-        _write(folder / f"{name}.jsonl", [rows[i] for i in train])
-    _write(folder / "pool.jsonl", pool)
+        _write(folder / name / f"{name}.jsonl", [rows[i] for i in train])
+    _write(folder / "pool" / "pool.jsonl", pool)
     _write(folder / "heldout.jsonl", heldout)
     return names
 
 
 def _write(path: Path, rows: Sequence[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -86,7 +86,8 @@ def compare(
         if found.get("tokens"):
             # A second stage answers with the weight of the first and trains on nothing.
             found["tokens"] //= STAGES.get(method, 1)
-        rows.append({"method": method, "seed": seed, **found})
+        # An arm is run with a method of its own, but is not that method.
+        rows.append({**found, "method": method, "seed": seed})
         folder.mkdir(parents=True, exist_ok=True)
         joined = one_row_a_seed(rows)
         write_atomic(folder / "comparison.json", json.dumps(joined, indent=1, default=str).encode())

@@ -46,14 +46,14 @@ def localise(config: Config, *, name: str) -> Config:
     run_name = run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(run.output_dir).expanduser().absolute() if run.output_dir else runs_root() / run_name
     source = absolute_if_there(data.source)
-    if data.source.startswith(("demo:", "hub:")) or Path(source).expanduser().exists():
+    if data.source.startswith(("demo:", "hub:", "stdlib:")) or Path(source).expanduser().exists():
         data = dataclasses.replace(data, source=source)
     else:
         raise ConfigError(
             "data.source",
             "does not exist",
             got=data.source,
-            allowed="'demo:', a file, a folder, or hub:ORG/NAME",
+            allowed="'demo:', 'stdlib:', a file, a folder, or hub:ORG/NAME",
             remedy="Paths are taken from the folder you are in.",
         )
     return dataclasses.replace(

@@ -95,7 +95,12 @@ def plan(
     split: Annotated[
         bool, typer.Option("--split", help="compare federated LoRA, QLoRA and split learning instead")
     ] = False,
-    link: Annotated[float, typer.Option(help="with --split: a site's link, Mbit/s", min=0.001)] = 100.0,
+    link: Annotated[
+        float, typer.Option("--link-mbit", "--link", help="a site's link, Mbit/s", min=0.001)
+    ] = 100.0,
+    step_seconds: Annotated[
+        float, typer.Option(help="seconds of a training step, for task pretrain: codecs and their H", min=0.0)
+    ] = 0.0,
     latency: Annotated[float, typer.Option(help="with --split: one way, milliseconds", min=0.0)] = 40.0,
     device_memory: Annotated[str, typer.Option(help="with --split: memory of a site's device, as 8G")] = "",
 ) -> None:
@@ -103,8 +108,22 @@ def plan(
     if split:
         from umbel.cli.plan_split import plan_split
 
-        link_of = {"link_mbit": link, "latency_ms": latency, "device_memory": device_memory}
-        raise typer.Exit(plan_split(recipe_path(recipe), overrides, **link_of, as_json=json, say=say))
+        raise typer.Exit(
+            plan_split(
+                recipe_path(recipe),
+                overrides,
+                link_mbit=link,
+                latency_ms=latency,
+                device_memory=device_memory,
+                as_json=json,
+                say=say,
+            )
+        )
+    if step_seconds > 0:
+        from umbel.cli.plan_pretrain import plan_pretrain
+
+        pace = {"link_mbit": link, "step_seconds": step_seconds}
+        raise typer.Exit(plan_pretrain(recipe_path(recipe), overrides, **pace, as_json=json, say=say))
     from umbel.cli.plan import plan as plan_run
 
     raise typer.Exit(plan_run(recipe_path(recipe), overrides, methods, as_json=json, say=say))

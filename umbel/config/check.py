@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from umbel.config.pretrain_check import check_pretrain
 from umbel.config.privacy import check_privacy
 from umbel.config.schema import Config
 from umbel.config.split_check import check_split
@@ -24,6 +25,7 @@ def check(config: Config, *, whole: bool = True) -> Config:
     if whole:
         check_privacy(config)
     check_split(config)
+    check_pretrain(config)
     if clients.grace_seconds > clients.deadline_seconds:
         raise ConfigError(
             "clients.grace-seconds",

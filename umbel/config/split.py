@@ -13,9 +13,9 @@ class Split:
 
     gradient: str = key(
         "true",
-        "where the gradient at the cut comes from: the server's own, FSL-SAGE's estimate, CSE-FSL's local loss, "
-        "HOSL's scalars, or none (frozen head)",
-        choices=("true", "aux-estimate", "aux-loss", "zo-scalar", "none"),
+        "where the gradient at the cut comes from: the server's own, FSL-SAGE's estimate, CSE-FSL's local loss, or none "
+        "(frozen head)",
+        choices=("true", "aux-estimate", "aux-loss", "none"),
     )
     client_optimizer: str = key(
         "first", "optimiser of the site's half: first or zeroth order", choices=("first", "zeroth")
@@ -67,8 +67,16 @@ class Split:
     max_message_bytes: int = key(
         256 * 2**20, "bytes of one message of transport 'messages' at most", low=2**16, high=2**31 - 1
     )
-    activation_codec: str = key("bf16", "codec of activations and outputs: 'raw', 'bf16', 'int8', ...")
-    gradient_codec: str = key("bf16", "codec of gradients at the cut: 'raw', 'bf16', 'int8', ...")
+    activation_codec: str = key(
+        "bf16",
+        "codec of activations and outputs: float32, bfloat16, or 8 bits with one scale a token, stochastic",
+        choices=("raw", "bf16", "int8"),
+    )
+    gradient_codec: str = key(
+        "bf16",
+        "codec of gradients at the cut, as activation-codec; float16 underflows",
+        choices=("raw", "bf16", "int8"),
+    )
     loss_block: int = key(256, "token rows of the LM head at once in the chunked loss", low=1, high=1_048_576)
     on_death: str = key(
         "drop",
@@ -86,7 +94,3 @@ class Split:
     align_steps: int = key(40, "aux-estimate: steps of one alignment", low=1, high=100_000)
     align_rate: float = key(1e-3, "aux-estimate: learning rate of alignment", low=0.0, high=10.0)
     buffer: int = key(64, "aux-estimate: batches kept a site", low=1, high=100_000)
-    directions: int = key(1, "zeroth order: directions a step", low=1, high=1024)
-    epsilon: float = key(1e-3, "zeroth order: size of the perturbation", low=1e-9, high=1.0)
-    noise_clip: float = key(0.0, "norm a token's activation is clipped to before noise; 0: off", low=0.0)
-    noise_std: float = key(0.0, "deviation of the noise on activations, times noise-clip", low=0.0, high=1e6)

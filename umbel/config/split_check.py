@@ -72,15 +72,20 @@ def _check_method(config: Config) -> None:
             "0",
             "Use run.task = 'sft' for differential privacy.",
         )
-    if s.client_optimizer == "zeroth" and s.gradient == "aux-estimate":
-        _refuse("client-optimizer", "has no source for gradient = 'aux-estimate'", "zeroth", "'first'")
-    if s.gradient == "zo-scalar" and s.client_optimizer == "first":
-        _refuse("client-optimizer", "must be 'zeroth' with gradient = 'zo-scalar'", "first", "'zeroth'")
+    if s.client_optimizer == "zeroth":
+        _refuse("client-optimizer", "= 'zeroth' is not built", "zeroth", "'first'")
+    if s.tied != "refuse":
+        _refuse(
+            "tied",
+            "has no effect: with adapters no embedding is trained, so its copies on both sides stay equal",
+            s.tied,
+            "'refuse'",
+        )
 
 
 def _check_shape(config: Config) -> None:
     s = config.split
-    if s.shape == "u" and s.gradient not in ("true", "zo-scalar"):
+    if s.shape == "u" and s.gradient != "true":
         _refuse(
             "shape",
             f"= 'u' cannot be combined with split.gradient = {s.gradient!r}: the server would need the labels",
@@ -96,13 +101,6 @@ def _check_shape(config: Config) -> None:
             "'u'",
             "For a causal language model the labels are the text itself.",
         )
-    if s.shape == "u" and s.tail_step == "batch" and s.gradient != "true":
-        _refuse("tail-step", "= 'batch' needs split.gradient = 'true'", s.tail_step, "'chunk'")
-    for key, codec in (("activation-codec", s.activation_codec), ("gradient-codec", s.gradient_codec)):
-        if codec in ("fp16", "float16"):
-            _refuse(
-                key, "underflows on gradients", codec, "'raw', 'bf16' or 'int8'", "Use 'bf16': as many bytes."
-            )
     if s.gradient == "aux-estimate" and config.model.attention == "sdpa":
         _refuse(
             "model.attention",
@@ -110,27 +108,13 @@ def _check_shape(config: Config) -> None:
             config.model.attention,
             "'eager'",
         )
-    if s.noise_std > 0 and s.noise_clip <= 0:
-        _refuse(
-            "noise-clip",
-            "must be > 0 where there is noise: it is measured in units of it",
-            s.noise_clip,
-            "> 0",
-        )
     if s.on_death == "last-saved" and s.save_every == 0:
         _refuse("save-every", "must be > 0 with split.on-death = 'last-saved'", 0, ">= 1")
 
 
 def _check_link(config: Config) -> None:
     s = config.split
-    if s.transport == "messages" and s.gradient == "zo-scalar":
-        _refuse(
-            "transport",
-            "= 'messages' cannot carry split.gradient = 'zo-scalar': it needs an answer a batch",
-            s.transport,
-            "'stream' or 'auto'",
-        )
-    if s.transport == "stream" and s.gradient not in ("true", "zo-scalar"):
+    if s.transport == "stream" and s.gradient != "true":
         _refuse(
             "transport",
             f"= 'stream' is not needed by split.gradient = {s.gradient!r}: it is one message a round",

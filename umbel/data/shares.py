@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from umbel.config import Config
     from umbel.data.readers import Row
 
-PUBLIC_SOURCES = ("demo:", "hub:")
+PUBLIC_SOURCES = ("demo:", "hub:", "stdlib:")
 
 
 def assign(source: str, partition: str, index: int, count: int) -> tuple[str, str, tuple[int, int], str]:

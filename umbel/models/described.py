@@ -11,7 +11,14 @@ def described(config: Config) -> tuple[ModelSpec, LoraSettings]:
     """Return model and adapter of a configuration as `umbel.models` describes them."""
     m, a = config.model, config.lora
     spec = ModelSpec(
-        m.name, m.revision, m.dtype, m.attention, m.gradient_checkpointing, quantization=m.quantization
+        m.name,
+        m.revision,
+        m.dtype,
+        m.attention,
+        m.gradient_checkpointing,
+        quantization=m.quantization,
+        scratch=config.run.task == "pretrain",
+        tokenizer=m.tokenizer,
     )
     settings = LoraSettings(
         rank=a.rank,

@@ -20,7 +20,7 @@ from umbel.fsio import write_atomic
 from umbel.models import builtin
 from umbel.models.adapter import AdaptedModule, LoraSettings
 from umbel.models.quantised import BLOCK
-from umbel.models.source import BUILTIN, ModelSpec, load_model, local_directory
+from umbel.models.source import BUILTIN, ModelSpec, load_config, load_model, local_directory
 from umbel.models.state import read_state
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def base_fingerprint(spec: ModelSpec) -> str:
     if spec.is_builtin:
         name = spec.name.removeprefix(BUILTIN)
         return _sha256_json([name, builtin.SEED, builtin.settings_of(name), spec.dtype])
+    if not spec.has_weights:
+        # The weights come from the server: what must agree is the architecture.
+        return _sha256_json(["scratch", load_config(spec).to_dict(), spec.dtype])
     directory = local_directory(spec)
     note = spec.cache / "fingerprints" / f"{_sha256_json([FORMAT, spec.dtype, _files_key(directory)])}.json"
     remembered = _read_note(note)

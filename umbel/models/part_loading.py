@@ -128,7 +128,7 @@ def files_of(directory: Path) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return {n: directory / f for n, f in json.loads(index.read_text("utf-8"))["weight_map"].items()}
-    found = {}
+    found: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path)

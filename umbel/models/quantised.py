@@ -85,8 +85,11 @@ def decode(
     import torch
 
     if kind == "nf4":
-        out = torch.empty(shape, dtype=dtype, device=codes.device)
-        return bnb.dequantize_4bit(codes, absmax=scale, out=out, blocksize=BLOCK, quant_type="nf4")
+        # Not into a buffer of ours: that form has no CPU kernel.
+        state = bnb.QuantState(
+            absmax=scale, shape=torch.Size(shape), dtype=dtype, blocksize=BLOCK, quant_type="nf4"
+        )
+        return bnb.dequantize_4bit(codes, quant_state=state)
     return (codes.float() * (scale / 127.0)[:, None]).to(dtype)
 
 

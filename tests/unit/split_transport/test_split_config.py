@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbel.cli.plan_split import SAYS, SplitPlan, lines, parse_bytes
+from umbel.cli.plan_split import SAYS, Row, SplitPlan, lines, parse_bytes
 from umbel.config import resolve
 from umbel.errors import ConfigError
 from umbel.split_bundle import BundleError, pack_bundle, unpack_bundle
@@ -18,16 +18,15 @@ SPLIT = "run.task=split"
         (["split.gradient=aux-loss"], "split.shape"),
         (["split.gradient=none"], "split.shape"),
         (["split.shape=two-part", "split.labels=private"], "split.shape"),
-        (["split.gradient-codec=fp16"], "split.gradient-codec"),
         (["split.gradient=aux-estimate", "split.shape=two-part"], "model.attention"),
-        (["split.gradient=zo-scalar"], "split.client-optimizer"),
+        (["split.client-optimizer=zeroth"], "split.client-optimizer"),
+        (["split.tied=sync"], "split.tied"),
         (["split.bind=0.0.0.0:7000"], "split.bind"),
         (["split.bind=nowhere"], "split.bind"),
         (["split.tls-cert=a.pem"], "split.tls-key"),
         (["split.tls-cert=a", "split.tls-key=b", "split.bind=0.0.0.0:7000"], "split.address"),
         (["split.gradient=none", "split.shape=two-part", "split.transport=stream"], "split.transport"),
         (["split.on-death=last-saved"], "split.save-every"),
-        (["split.noise-std=1.0"], "split.noise-clip"),
         (["train.accumulation=2"], "train.accumulation"),
         (["train.mode=full"], "train.mode"),
         (["lora.dropout=0.1"], "lora.dropout"),
@@ -56,7 +55,8 @@ def test_the_plan_says_it_plainly_and_recommends_what_fits() -> None:
     assert u.up_bytes == pytest.approx(40 * (2 * 8192 + 8 + 128) + plan.sizes.adapter(2) + 266)
     assert two_part.up_bytes == pytest.approx(40 * (8192 + 256 + 8 + 64) + plan.sizes.adapter(1) + 266)
     assert u.seconds == pytest.approx((u.up_bytes + u.down_bytes) / 1e6)
-    assert two_part.memory_bytes < u.memory_bytes < qlora.memory_bytes < lora.memory_bytes
+    assert frozen.memory_bytes < two_part.memory_bytes < u.memory_bytes
+    assert qlora.memory_bytes < lora.memory_bytes
     assert [row.labels_leave for row in (lora, qlora, two_part, u, frozen)] == [
         False,
         False,
@@ -69,28 +69,33 @@ def test_the_plan_says_it_plainly_and_recommends_what_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "private", "says"),
+    ("memory", "overrides", "says"),
     [
-        ("100M", False, "federated LoRA"),
-        ("{qlora}", False, "QLoRA"),
-        ("{u}", True, "split u"),
-        ("{two_part}", False, "split two-part"),
-        ("{frozen}", False, "split-frozen"),
-        ("1K", False, "none"),
+        ("50", [], "federated LoRA"),
+        ("40", [], "QLoRA"),
+        ("30", [], "split u"),
+        ("20", [], "split two-part"),
+        ("20", ["split.labels=private"], "none"),
+        ("10", [], "split-frozen"),
+        ("30", ["clients.deadline-seconds=50", "clients.grace-seconds=50"], "split-frozen"),
+        ("9", [], "none"),
     ],
 )
-def test_the_recommendation_is_the_first_that_fits(memory: str, private: bool, says: str) -> None:
-    overrides = [SPLIT, "model.name=builtin:tiny-llama-4", "train.batch-size=2", "data.max-length=32"]
-    overrides += ["split.labels=private"] if private else []
-    config = resolve(None, overrides)
-    plain = SplitPlan(config, link_mbit=100.0, latency_ms=0.0, device_bytes=0.0).rows_of()
-    sizes = dict(
-        zip(("lora", "qlora", "two_part", "u", "frozen"), (r.memory_bytes + 1 for r in plain), strict=True)
-    )
-    plan = SplitPlan(
-        config, link_mbit=100.0, latency_ms=0.0, device_bytes=parse_bytes(memory.format(**sizes))
-    )
-    assert plan.report()["recommendation"].startswith(says)
+def test_the_recommendation_is_the_first_that_fits(memory: str, overrides: list[str], says: str) -> None:
+    config = resolve(None, [SPLIT, "model.name=builtin:tiny-llama-4", *overrides])
+    plan = SplitPlan(config, link_mbit=100.0, latency_ms=0.0, device_bytes=parse_bytes(memory))
+    ways = {
+        "federated LoRA": 50,
+        "QLoRA (4 bit)": 40,
+        "split two-part": 20,
+        "split u": 30,
+        "split-frozen": 10,
+    }
+    rows = [
+        Row(way, 1.0, 1.0, size, 100.0, way in ("split two-part", "split-frozen"), fits=size <= float(memory))
+        for way, size in ways.items()
+    ]
+    assert plan.recommend(rows).startswith(says)
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
@@ -111,3 +116,9 @@ def test_a_bundle_holds_every_byte_or_is_none() -> None:
     for wrong in (b"", b"\x80\x04", data[:-1], data + b"!", b"XXXX" + data[4:], data[:9]):
         with pytest.raises(BundleError):
             unpack_bundle(wrong)
+
+
+def test_codecs_that_underflow_or_do_not_exist_are_no_choice() -> None:
+    for key in ("split.gradient-codec", "split.activation-codec"):
+        with pytest.raises(ConfigError, match=key):
+            resolve(None, [SPLIT, f"{key}=fp16"])

@@ -2,11 +2,15 @@
 
     python -m benchmarks.dropout_loss --json
 
-Four sites of the built-in demo data fine-tune the built-in model in one process (full training, so that a tiny
-model learns visibly), real ClientApp and round engine. Which site-rounds are lost is a function of (seed, rate,
+Four sites of the built-in demo data train adapters of the built-in model in one process, with the usual cosine
+schedule over all rounds, real ClientApp and round engine. Which site-rounds are lost is a function of (seed, rate,
 round, site); a dropped site has done its work and its answer never arrives. Three seeds. Printed per rate: the
 final loss on all held-out rows and its relative distance from the run without drops; `skips` counts attempts that
 fell below the quorum and were run again, which is how the engine answers rounds that lost too much.
+
+The limits (2 and 4 %) are those of a run whose learning rate has come down by its end. Training all weights at a
+constant rate (`--set train.mode=full --set train.schedule=constant --set train.learning-rate=0.003`) is still falling
+steeply when it ends, so the tokens that were lost show in full; both runs are in `dropout_loss.log`.
 """
 
 from __future__ import annotations
@@ -75,11 +79,9 @@ def run_one(folder: Path, rate: float, seed: int, rounds: int, extra: list[str])
             "clients.minimum=4",
             "clients.quorum=1",
             "clients.max-norm-ratio=0",
-            "train.mode=full",
             "train.local-steps=4",
             "train.batch-size=8",
-            "train.learning-rate=0.003",
-            "train.schedule=constant",
+            "train.learning-rate=0.005",
             "train.threads=1",
             "data.max-length=128",
             "data.heldout-fraction=0.2",

@@ -113,7 +113,7 @@ def run(sites: int, rounds: int, steps: int) -> dict[str, Any]:
         if process.returncode:
             raise SystemExit((folder / "log").read_text("utf-8", "replace")[-3000:])
         events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
-    begun = {e["round"]: e["t"] for e in events if e["event"] == "round_started"}
+    begun = {e["round"]: e["t"] for e in events if e["event"] == "round_opened"}
     ended = {e["round"]: e["t"] for e in events if e["event"] == "round_committed"}
     spent = [ended[r] - begun[r] for r in sorted(ended)]
     accepted = sum(1 for e in events if e["event"] == "update_accepted")

@@ -163,7 +163,13 @@ def test_a_resumed_run_has_one_ledger_that_holds(tmp_path) -> None:
         if (point, round_index) == ("after_checkpoint", 2):
             raise Killed
 
-    short = ("run.rounds=3", "telemetry.sinks=none", "data.limit=12", "train.local-steps=1")
+    short = (
+        "run.rounds=3",
+        "clients.minimum=2",
+        "telemetry.sinks=none",
+        "data.limit=12",
+        "train.local-steps=1",
+    )
     with pytest.raises(Killed):
         make_session(tmp_path, *short, sites=("clinic", "kitchen"), fault=fault).run()
     assert make_session(tmp_path, *short, "run.resume=auto", sites=("clinic", "kitchen")).run() == 0

@@ -207,7 +207,7 @@ def test_progress_can_be_read_while_a_worker_works(desk, tmp_path) -> None:
 
 def test_r5_the_deadline_gives_a_partial_result(desk, tmp_path) -> None:
     d = desk(command=script(tmp_path, STEPS))
-    reply, _ = d.ask(TRAIN, instruction(remaining_seconds=2.0))
+    reply, _ = d.ask(TRAIN, instruction(remaining_seconds=6.0))
     assert reply.status == "ok"
     assert reply.partial
     assert 1 <= reply.steps < 200

@@ -109,7 +109,9 @@ def test_a_site_shows_what_it_sent(tmp_path) -> None:
 def test_the_sites_own_endpoint_is_a_command_of_its_own(tmp_path) -> None:
     pytest.importorskip("prometheus_client")
     counters(tmp_path)
-    code = "from umbel.cli.main import main; main()"
+    # A shell that starts the tests in the background hands down a process that ignores the interrupt.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from umbel.cli.main import main; main()"
     command = [sys.executable, "-c", code, "site", "metrics", "--port", "0", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:

@@ -21,7 +21,16 @@ from umbel.errors import Refusal, RefusalKind
 from umbel.messages import Instruction, parse_json
 from umbel.privacy.clip import clipped
 
-RESIDUAL_FILE = "residual.safetensors"
+
+def residual_file(layout: Layout, segment: tuple[int, int] = (0, 0)) -> str:
+    """Return the name of the file that holds what was dropped from updates in `layout`.
+
+    A method may send other tensors from round to round (one factor, one of several segments of equal length): each
+    has a residual of its own, which waits until it is sent again.
+    """
+    index, count = segment
+    which = f"-{index}of{count}" if count else ""
+    return f"residual-{layout.digest()[:16]}{which}.safetensors"
 
 
 class Encoded(NamedTuple):
@@ -42,11 +51,13 @@ def encode_update(
     feedback: float,
     seed: int,
     clip_norm: float = 0.0,
+    segment: tuple[int, int] = (0, 0),
 ) -> Encoded:
     """Encode what leaves (`values`, in `layout`) with the codec the instruction names.
 
     With `clip_norm` > 0 the change is brought to that L2 norm first (`umbel.privacy.clip`): what the codec gets is
     what may leave.
+    `segment` (index, count) tells segments of one layout apart.
     A change is taken against exactly the bits that were `received`. Raises NonFiniteError naming a tensor, ConfigError
     for a codec that must not carry a residual, Refusal when a tensor to be sent as a change was never received.
     """
@@ -66,10 +77,10 @@ def encode_update(
     if feedback <= 0:
         return Encoded(compression.encode(delta, wide, up, seed=seed, round_index=index, base=base), DELTA)
     kept = ErrorFeedback(
-        folder / RESIDUAL_FILE,
+        folder / residual_file(wide, segment),
         wide,
         up,
-        key={"run": instruction.run, "site": instruction.site},
+        key={"run": instruction.run, "site": instruction.site, "segment": f"{segment[0]}/{segment[1]}"},
         decay=feedback,
     )
     kept.settle(outcomes_by_frame(kept, instruction))

@@ -20,11 +20,10 @@ from client_app.replies import as_refusal, blank_reply
 from client_app.state import SiteState, prune_runs
 from client_app.train_round import score, train_round
 from client_app.workbench import Workbench
-from compression.payload import is_exact
 from umbel.config import Config, from_json
 from umbel.errors import Refusal, RefusalKind
 from umbel.faults import FaultPlan
-from umbel.messages import EVALUATE, JOIN, TRAIN, Instruction, Reply, plain_metrics
+from umbel.messages import EVALUATE, JOIN, TRAIN, Instruction, Reply, parse_json, plain_metrics
 from umbel.telemetry.environment import versions
 
 log = logging.getLogger("umbel.site")
@@ -131,7 +130,7 @@ class Service:
             "rank": site.rank,
             "seconds": {"load": load_seconds},
         }
-        if not is_exact(config.compression.down):
+        if parse_json(instruction.directives, "directives").get("held"):
             folder = SiteState(site.state_dir, instruction.run, site.name).folder
             facts["held"] = newest_held(folder, model, config.train.mode)
         log.info(

@@ -226,6 +226,7 @@ def encode(
         feedback=float(directives.get("feedback", 0.0)),
         clip_norm=float(directives.get("clip_norm", 0.0)),
         seed=derive_seed(int(directives.get("codec_seed", 0)), instruction.site),
+        segment=ready.exchange.up.part,
     )
 
 

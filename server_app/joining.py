@@ -6,6 +6,7 @@ within its bound, for the minimum number of sites, and then only for nodes that 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -57,6 +58,7 @@ class Joining:
         *,
         run: str,
         config_json: str,
+        held: bool = False,
         on_event: Callable[..., None],
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -67,6 +69,8 @@ class Joining:
         self._grid, self._mailbox, self.registry = grid, mailbox, registry
         self._run, self._config, self._event = run, config_json, on_event
         self._now, self._sleep, self._poll, self._ttl = now, sleep, poll_seconds, ttl_seconds
+        # With a lossy way down a site says what it holds, so that it is not sent that.
+        self._directives = json.dumps({"held": True}) if held else "{}"
         self._versions = own_versions()
         self._asked: dict[int, float] = {}
         self._refused: dict[int, tuple[float, str]] = {}
@@ -101,6 +105,7 @@ class Joining:
                 site="",
                 remaining_seconds=remaining_seconds,
                 config=self._config,
+                directives=self._directives,
             )
             message = Message(
                 RecordDict({CONTROL_RECORD: to_record(question)}), node, JOIN, ttl=self._ttl, group_id="join"

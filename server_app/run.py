@@ -200,6 +200,7 @@ class Session:
             registry,
             run=self.run_id,
             config_json=to_json(config),
+            held=not is_exact(config.compression.down),
             on_event=self._event,
             now=self._now,
             sleep=self._sleep,

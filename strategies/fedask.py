@@ -50,6 +50,14 @@ class FedASK(UmbelStrategy):
                 got=(config.clients.normalise, config.train.optimizer_state),
                 allowed="'received' and 'reset'",
             )
+        if config.compression.feedback > 0:
+            raise ConfigError(
+                "compression.feedback",
+                "must be 0 for method fedask: its sketches take fresh random directions each round, so a residual of one "
+                "is no part of the next",
+                got=config.compression.feedback,
+                allowed="0",
+            )
 
     def directives(self, commits: int) -> dict[str, object]:
         """As the base, with the schedule over the rounds that train."""

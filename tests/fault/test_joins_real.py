@@ -25,10 +25,9 @@ SETTINGS = [
     "run.seed=7",
     "clients.minimum=2",
     "clients.quorum=1",
-    "clients.deadline-seconds=60",
-    # Once arrivals are known, a site that will never answer costs seconds and not the whole minute.
-    "clients.adaptive-deadline=true",
-    "clients.min-deadline-seconds=12",
+    # What the two rounds cost in which a site is asked that will never answer.
+    "clients.deadline-seconds=30",
+    "clients.min-deadline-seconds=10",
     "clients.grace-seconds=4",
     "train.local-steps=2",
     "train.batch-size=2",
@@ -86,7 +85,7 @@ def test_f16_a_node_that_joins_in_mid_run_is_asked_within_two_rounds(run) -> Non
     opened = [e for e in run["events"] if e["event"] == "round_opened" and e["t"] >= joined["t"]]
     assert "cat" in {name for e in opened[:2] for name in e["selected"]}
     first = commits(run["events"])[0]
-    assert [a["site"] for a in first["accepted"]] == ["ant", "bee"]
+    assert "cat" not in {a["site"] for a in first["accepted"]}
 
 
 def test_f16_a_node_that_leaves_while_its_state_is_on_the_way_costs_nobody_anything(run) -> None:
@@ -94,7 +93,7 @@ def test_f16_a_node_that_leaves_while_its_state_is_on_the_way_costs_nobody_anyth
     record = next(r for r in commits(run["events"]) if r["round"] == index)
     assert "ant" in [a["site"] for a in record["accepted"]]
     assert "cat" not in [a["site"] for a in record["accepted"]]
-    assert record["seconds"]["total"] <= 65
+    assert record["seconds"]["total"] <= 35
 
 
 def test_f17_a_site_that_missed_rounds_goes_on_from_its_own_last_update(run) -> None:

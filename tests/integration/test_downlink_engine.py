@@ -26,6 +26,7 @@ SMALL = (
     "data.max-length=64",
     "train.local-steps=1",
     "run.rounds=3",
+    "clients.min-deadline-seconds=1",
     DOWN,
 )
 
@@ -131,20 +132,26 @@ def faulty(site, rounds, act):
 
 
 def test_a_site_that_missed_rounds_replays_the_frames_it_lacks(tmp_path):
-    """It does not answer in rounds 2 and 3 (nor read what it was sent); in round 4 it gets three frames at once."""
+    """It answers twice with nothing, nor reads what it is sent, and is left to rest; then it gets all frames at once."""
     wrap = faulty("kitchen", (2, 3), lambda kind, message, answer: None)
     session, code = run(
         tmp_path,
-        "run.rounds=4",
+        "run.rounds=9",
         "clients.quorum=1",
-        "clients.deadline-seconds=5",
+        "clients.deadline-seconds=10",
         "clients.grace-seconds=1",
         wrap=wrap,
     )
     assert code == 0, session.history.reason
-    accepted = [[a["site"] for a in r["accepted"]] for r in commits(tmp_path)]
-    assert accepted[1] == accepted[2] == ["clinic"]
-    assert accepted[3] == ["clinic", "kitchen"]
+    records = commits(tmp_path)
+    absent = [r["round"] for r in records if "kitchen" not in [a["site"] for a in r["accepted"]]]
+    assert len(absent) >= 2
+    assert absent == list(range(2, 2 + len(absent)))
+    again = records[absent[-1]]
+    assert [a["site"] for a in again["accepted"]] == ["clinic", "kitchen"]
+    # One frame for the site in step, one for each version that the other lacks.
+    frame = records[-1]["bytes_down"] / len(TWO)
+    assert again["bytes_down"] == pytest.approx((1 + 1 + len(absent)) * frame, rel=0.02)
     assert list(held_by(tmp_path, session, "kitchen"))[-1] == session.engine.ctx.broadcast.digest
 
 
@@ -160,7 +167,7 @@ def test_a_site_that_crashed_after_reading_goes_on_from_what_is_on_disk(tmp_path
         tmp_path,
         "run.rounds=3",
         "clients.quorum=1",
-        "clients.deadline-seconds=5",
+        "clients.deadline-seconds=10",
         "clients.grace-seconds=1",
         wrap=wrap,
     )

@@ -80,9 +80,10 @@ CODECS = {
 
 
 # What a method cannot run without.
-NEEDED = {"fedask": ("run.rounds=2",), "delayed": ("clients.mode=async",)}
-# Methods that are more than a codec away from a residual: theirs is the momentum, or they have one already.
-REFUSE_RESIDUAL, WANT_RESIDUAL = ("delayed",), ("sparseloco",)
+# The factor that fedsa sends does not move in the first step: the other one is zero.
+NEEDED = {"fedask": ("run.rounds=2",), "fedsa": ("train.local-steps=3",), "delayed": ("clients.mode=async",)}
+# Methods that cannot have a residual (of a random sketch, beside a momentum), and those whose momentum it is.
+REFUSE_RESIDUAL, WANT_RESIDUAL = ("delayed", "fedask"), ("sparseloco",)
 
 
 def refusal(method: str, codec: Codec) -> str:

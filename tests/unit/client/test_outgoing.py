@@ -10,7 +10,7 @@ import pytest
 from support.scripted import Script, died, make_bench, silent, wrap_bytes
 
 import compression
-from client_app.outgoing import encode_update
+from client_app.outgoing import encode_update, residual_file
 from compression import Layout
 from compression.payload import decode_update
 from umbel.messages import CONTROL_RECORD, Instruction, from_record
@@ -43,7 +43,10 @@ def test_applied_plus_residual_is_the_sum_of_changes(tmp_path) -> None:
     from compression.payload import delta_layout
 
     kept = ErrorFeedback(
-        tmp_path / "residual.safetensors", delta_layout(layout), SPEC, key={"run": "r", "site": "a"}
+        tmp_path / residual_file(delta_layout(layout)),
+        delta_layout(layout),
+        SPEC,
+        key={"run": "r", "site": "a", "segment": "0/0"},
     )
     kept.settle(dict.fromkeys(kept.pending, "applied"))
     total = applied + kept.residual["w"].reshape(128, 64)

@@ -61,7 +61,7 @@ bench: install
 
 chaos: install
 	$(BIN)/python -m benchmarks.chaos --minutes 10 --json
-	UMBEL_NIGHTLY=1 $(BIN)/python -m pytest -m nightly tests/fault
+	UMBEL_NIGHTLY=1 $(BIN)/python -m pytest -m nightly tests
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

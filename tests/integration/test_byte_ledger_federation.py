@@ -30,7 +30,11 @@ LEDGER = (
     "data.max-length=96",
     "eval.final=true",
 )
-CELLS = (("carry", "int8"), ("ravan", "ecsq"), ("ffa", "sparse"))
+CELLS = (
+    ("carry", "int8"),
+    pytest.param("ravan", "ecsq", marks=pytest.mark.nightly),
+    pytest.param("ffa", "sparse", marks=pytest.mark.nightly),
+)
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,7 @@ def test_a_simulation_trains_from_scratch_and_exports_a_model(simulated) -> None
 
 
 @pytest.mark.federation
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_federation_killed_and_resumed_ends_with_the_simulations_hash(simulated, tmp_path) -> None:
     """Evidence 4: a site dies by SIGKILL in round 2, the server in the checkpoint of that round; then it is resumed."""

@@ -12,12 +12,14 @@ export HF_HUB_OFFLINE ?= 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test docs check format bench chaos clean
+.PHONY: help install demo test test-faults docs check check-deploy format bench chaos clean
 
 help:
 	@echo "make demo      three institutions fine-tune a 135M-parameter model together (about 5 minutes)"
-	@echo "make test      all tests"
+	@echo "make test      all tests but the next"
+	@echo "make test-faults   killed, stopped and cut off processes of a real federation (about 10 minutes)"
 	@echo "make check     format, lint, types, import rules, spelling"
+	@echo "make check-deploy   the shipped services, certificates, proxies and charts, run on loopback"
 	@echo "make docs      the documentation as pages, in build/site"
 	@echo "make install   the set-up alone"
 	@echo "make bench     benchmarks (long)"
@@ -38,7 +40,11 @@ demo: install
 	$(BIN)/umbel run recipes/demo.toml
 
 test: install
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+# Mostly waiting: for deadlines, restarts and links. One more process than cores overlaps the waits.
+test-faults: install
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m slow
 
 check: install
 	$(BIN)/ruff check .
@@ -46,6 +52,9 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+check-deploy: install
+	$(BIN)/python -m pytest tests/deploy tests/fault/test_f50_real.py
 
 format: install
 	$(BIN)/ruff check --fix .

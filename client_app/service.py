@@ -17,6 +17,7 @@ from client_app.held import newest_held
 from client_app.identity import Identity, identify
 from client_app.prepare import Prepared, exchange_in, prepare, read_settled
 from client_app.replies import as_refusal, blank_reply
+from client_app.site_rank import asked_rank, free_bytes, largest_rank, wants_negotiation
 from client_app.state import SiteState, prune_runs
 from client_app.train_round import score, train_round
 from client_app.workbench import Workbench
@@ -58,12 +59,12 @@ class Service:
         try:
             config = from_json(instruction.config)
             site = identify(node_config, node_id, config)
-            site = replace(site, rank=int(node_config.get("rank") or 0))
+            site = replace(site, rank=asked_rank(node_config))
             name = site.name
             if config.run.task == "split":
                 return self._split(kind, instruction, config, site, frame, clock, node_config)
             if kind == JOIN:
-                return self._join(instruction, config, site), None
+                return self._join(instruction, config, site, node_config), None
             if instruction.site != site.name:
                 raise Refusal(
                     RefusalKind.REFUSED,
@@ -106,7 +107,9 @@ class Service:
             )
         return SplitSite(self.bench, self.plan, instruction, config, site, clock, node_config).answer(frame)
 
-    def _join(self, instruction: Instruction, config: Config, site: Identity) -> Reply:
+    def _join(
+        self, instruction: Instruction, config: Config, site: Identity, node_config: Mapping[str, Any]
+    ) -> Reply:
         from umbel.models.described import described
         from umbel.models.fingerprint import adapter_fingerprint, base_fingerprint, tokenizer_fingerprint
 
@@ -114,6 +117,10 @@ class Service:
         prune_runs(site.state_dir)
         model, load_seconds = self.bench.model(config)
         data = self.bench.data(config, site, model.tokenizer)
+        rank = site.rank
+        if model.modules and wants_negotiation(node_config):
+            layers = [(m.in_features, m.out_features) for m in model.modules]
+            rank = largest_rank(layers, config.lora.rank, free_bytes(str(model.device)))
         facts = {
             "versions": {name: found or "absent" for name, found in versions(VERSIONED).items()},
             "rows_train": len(data.train),
@@ -127,7 +134,7 @@ class Service:
             "trainable_parameters": model.layout.numel,
             "device": model.device,
             **data.facts,
-            "rank": site.rank,
+            "rank": rank,
             "seconds": {"load": load_seconds},
         }
         if parse_json(instruction.directives, "directives").get("held"):

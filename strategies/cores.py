@@ -20,7 +20,7 @@ import numpy as np
 from strategies.aggregation.products import Term, qr_svd
 from strategies.aggregation.rules import fedsb, ravan
 from strategies.aggregation.rules.common import Contribution, ideal_terms
-from strategies.base import AdapterLayer, Order, Outcome, Seat, SiteUpdate
+from strategies.base import AdapterLayer, Order, Outcome, Seat, SiteUpdate, UmbelStrategy
 from strategies.contributions import Contributions
 from strategies.layerwise import Certificate, LayerResult, LayerwiseStrategy
 from umbel.config import Config
@@ -32,7 +32,7 @@ from umbel.models.lora import LoraSettings
 from umbel.models.seeded import draw_heads
 
 
-class CoreStrategy(LayerwiseStrategy):
+class CoreStrategy(UmbelStrategy):
     """Base of the two: the mean of the cores and its certificate."""
 
     num_heads = 1
@@ -115,15 +115,9 @@ class Ravan(CoreStrategy):
         """Cores both ways."""
         return exchange_of(self.config, commits, frozen_crc=self._crc)
 
-    def layer(
-        self, module: AdapterLayer, contributions: list[Contribution], state: Mapping[str, np.ndarray]
-    ) -> LayerResult:
-        """Not a rule on factors."""
-        raise NotImplementedError
 
-
-class FedSB(CoreStrategy):
-    """One core between the leading singular vectors of the first gradient."""
+class FedSB(CoreStrategy, LayerwiseStrategy):
+    """One core between the leading singular vectors of the first gradient, which is a rule on factors."""
 
     name = "fedsb"
     # Sites that train a smaller block are not supported.

@@ -7,7 +7,9 @@
 Each (rule, seed) is one line of the output, written when it is done: the same command goes on where it stopped.
 Sites, rows, seeds, schedule and optimiser steps are the same for all; a rule that takes several engine rounds for one
 of its own gets as many more. Beside the rules: `base` (no training), `local` (each site alone, mean of their scores)
-and `centralised` (the steps of all sites on the pooled rows). All are scored on the union of the sites' held-out rows;
+and two ways to spend all sites' rows on one pooled model: `centralised` takes the steps of all sites one after the other
+(the harder mark), `centralised-wide` as many steps as one site, of all sites' rows at once. All train on the same number
+of rows, `local` on each site's part of them. All are scored on the union of the sites' held-out rows;
 `fedsa` has no global model, each site is scored with its own. The federation is the product itself, in one process.
 Learning rate and rank are those of the command for every rule: none is tuned.
 """
@@ -37,7 +39,7 @@ from umbel.config import resolve
 from umbel.config.schema import METHODS
 from umbel.methods import PERSONAL, STAGES
 
-ARMS = ("base", "local", "centralised")
+ARMS = ("base", "local", "centralised", "centralised-wide")
 # Short rows first: what a CPU can do.
 TASKS = (
     "commonsense",
@@ -68,7 +70,9 @@ def settings(arguments: argparse.Namespace, seed: int, *more: str) -> list[str]:
         f"train.local-steps={arguments.local_steps}",
         f"train.batch-size={arguments.batch_size}",
         f"train.learning-rate={arguments.learning_rate}",
-        "train.warmup-steps=1",
+        f"train.warmup-steps={arguments.warmup_steps}",
+        f"train.optimizer-state={arguments.optimizer_state}",
+        f"train.schedule={arguments.schedule}",
         "train.max-tokens=2048",
         f"train.threads={arguments.threads}",
         "eval.every=0",
@@ -113,7 +117,9 @@ class Comparison:
         elif arm == "local":
             found = self._local()
         elif arm == "centralised":
-            found = self._centralised()
+            found = self._centralised(arm, steps=len(self.sources), rows=1)
+        elif arm == "centralised-wide":
+            found = self._centralised(arm, steps=1, rows=len(self.sources))
         else:
             found = self._rule(arm)
         return found | {"seconds": round(time.monotonic() - start, 1)}
@@ -172,15 +178,16 @@ class Comparison:
         mean = {k: statistics.fmean(f[k] for f in found) for k in found[0]}
         return mean | {"trained_tokens": tokens, "best_loss": min(f["loss"] for f in found)}
 
-    def _centralised(self) -> Line:
+    def _centralised(self, arm: str, *, steps: int, rows: int) -> Line:
+        """Train on the pool: `steps` times the steps of a site, of `rows` times its rows."""
         pool = self.root / "pool.jsonl"
         write_pool(self.service, self.config, self._sites("pool"), pool)
-        steps = self.arguments.local_steps * len(self.sources)
         session, state = self._train(
-            "centralised",
-            [Deployed("pool", str(pool), self.root / "centralised" / "state")],
+            arm,
+            [Deployed("pool", str(pool), self.root / arm / "state")],
             "run.method=fedit",
-            f"train.local-steps={steps}",
+            f"train.local-steps={self.arguments.local_steps * steps}",
+            f"train.batch-size={self.arguments.batch_size * rows}",
             "data.heldout-fraction=0",
         )
         return self._score({"": state}) | {"trained_tokens": session.history.tokens()}
@@ -265,6 +272,9 @@ def main() -> None:
     parser.add_argument("--local-steps", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--warmup-steps", type=int, default=1)
+    parser.add_argument("--optimizer-state", default="reset", choices=("reset", "keep"))
+    parser.add_argument("--schedule", default="cosine", choices=("cosine", "linear", "constant"))
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=float, default=16.0)
     parser.add_argument("--target-modules", default="q_proj,v_proj")

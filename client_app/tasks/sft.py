@@ -24,6 +24,7 @@ from client_app import ranks
 from client_app.batches import batches, sequences, wide_for
 from client_app.clock import Clock
 from client_app.precision import autocast
+from client_app.proximal import anchors_of, pull_back_products
 from client_app.schedule import learning_rate
 from umbel.config.schema import Config
 from umbel.data.cursor import Cursor, take
@@ -77,7 +78,10 @@ def train(
     parameters = list(named.values())
     optimizer = make_optimizer(parameters, config)
     restore_moments(optimizer, named, moments)
-    anchors = [p.detach().clone() for p in parameters] if settings.proximal_mu > 0 else []
+    products = settings.proximal_space == "product"
+    pulled = settings.proximal_mu > 0
+    anchors = [p.detach().clone() for p in parameters] if pulled and not products else []
+    layers = anchors_of(model) if pulled and products else []
     model.train()
     torch.manual_seed(derive_seed(config.run.seed, "dropout", site, round_index))
     loss_sum, tokens, steps = 0.0, 0, 0
@@ -110,6 +114,7 @@ def train(
                 RefusalKind.NON_FINITE, f"the local loss became {step_loss} in step {steps + 1} of the round"
             )
         pull_back(parameters, anchors, rate * settings.proximal_mu)
+        pull_back_products(layers, rate * settings.proximal_mu)
         loss_sum += step_loss
         tokens += step_tokens
         steps += 1

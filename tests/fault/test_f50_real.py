@@ -5,6 +5,8 @@ bee   a registered key; its policy allows another bundle only      refuses, and 
 cat   a key that was registered and then taken off the list        never online
 dog   a key that nobody registered                                 never online
 eel   a registered key, and the certificate of another authority   does not even talk
+
+Beside them: the open profile on an address that others reach, which the shipped services refuse to start with.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from support.federation import CONNECTION, Federation
 
 from umbel.cli.flower import free_port, tool
 
-pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NODES = ("ant", "bee", "cat", "dog", "eel")
 SETTINGS = [
@@ -269,3 +271,37 @@ def test_f50_a_bundle_that_a_site_does_not_allow_is_refused_and_audited_on_both_
     refusals = [line for line in lines if line.get("event") == "refused"]
     assert refusals
     assert "is not among bundle.hashes" in refusals[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("role", "unit", "change"),
+    [
+        ("server", "flower-superlink.service", ("UMBEL_HOST=127.0.0.1", "UMBEL_HOST=0.0.0.0")),
+        ("site", "flower-supernode@.service", ("127.0.0.1:8000", "192.0.2.7:8000")),
+    ],
+)
+def test_f50_an_open_profile_off_loopback_does_not_start_and_says_why(tmp_path, role, unit, change) -> None:
+    """F50: what the shipped unit runs before its service fails, so the service never listens; loopback is let through."""
+    import os
+    import shlex
+    import sys
+
+    deploy = Path(__file__).resolve().parents[2] / "deploy"
+    entry = next(
+        x
+        for x in (deploy / "systemd" / unit).read_text("utf-8").splitlines()
+        if x.startswith("ExecStartPre=")
+    )
+    text = (deploy / "profiles" / f"open-{role}.env").read_text("utf-8")
+    assert change[0] in text
+    for name, settings, code in (("kept", text, 0), ("changed", text.replace(*change), 1)):
+        file = tmp_path / f"{name}.env"
+        file.write_text(settings)
+        words = shlex.split(entry.removeprefix("ExecStartPre="))
+        words[0] = str(Path(sys.executable).parent / Path(words[0]).name)
+        words[words.index("--settings") + 1] = str(file)
+        done = subprocess.run(
+            words, env=dict(os.environ), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("is not loopback" in done.stdout) == bool(code)

@@ -112,6 +112,12 @@ def test_every_nightly_row_has_a_test_or_a_script(row) -> None:
     assert TESTS.get(row) or SCRIPTS.get(row), f"{row} ({ROWS[row][1]}) has neither"
 
 
+@pytest.mark.parametrize("case", ["unknown", "revoked", "authority", "replayed", "bundle", "open_profile"])
+def test_every_case_of_f50_has_a_test(case) -> None:
+    """F50 is six refusals in one row: none of them may lose its test behind the others."""
+    assert any(case in name for _, name, real in TESTS["F50"] if real), sorted(n for _, n, _ in TESTS["F50"])
+
+
 def test_the_list_is_that_of_the_table() -> None:
     """The rows and their number: one that is taken off the list would not be missed by the tests above."""
     assert len(ROWS) == 44

@@ -17,7 +17,7 @@ from support.federation import Federation
 
 from server_app.checker import check_run, commits
 
-pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SITES = {"ant": "demo:clinic", "bee": "demo:kitchen", "cat": "demo:workshop"}
 SETTINGS = [

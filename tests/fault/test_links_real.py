@@ -20,7 +20,7 @@ from support.proxy import Proxy
 
 from server_app.checker import check_run, commits
 
-pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SITES = {"ant": "demo:clinic", "bee": "demo:kitchen", "cat": "demo:workshop"}
 ROUNDS, DEADLINE, GRACE = 9, 45.0, 10.0

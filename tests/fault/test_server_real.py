@@ -21,7 +21,7 @@ from support.inprocess import crcs, make_session
 from server_app.checker import check_run, commits
 from umbel.faults import SERVER, FaultPlan
 
-pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SITES = {"clinic": "demo:clinic", "kitchen": "demo:kitchen"}
 SETTINGS = [

@@ -21,7 +21,7 @@ from support.federation import Federation
 from server_app.checker import check_run, commits
 from umbel.faults import FaultPlan
 
-pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.fault, pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SITES = {"ant": "demo:clinic", "cat": "demo:kitchen", "dog": "demo:workshop"}
 ROUNDS, DEADLINE, GRACE = 7, 60.0, 8.0
@@ -126,7 +126,8 @@ def test_f30_a_loss_that_is_no_number_is_refused(run) -> None:
 def test_f04_a_stopped_node_is_late_or_in_time_and_counts_once(run) -> None:
     """F04, F09: its answer to round 5 comes in a later one, is dropped as configured, and never counts twice."""
     late = [e for e in run["events"] if e["event"] == "update_rejected" and e["site"] == "dog" and e["late"]]
-    assert {e["round"] for e in late} <= {5}
+    # A second attempt at round 6 makes its first answer to that round late as well.
+    assert {e["round"] for e in late} <= {5, 6}
     counted = [a["of_round"] for r in commits(run["events"]) for a in r["accepted"] if a["site"] == "dog"]
     assert len(counted) == len(set(counted))
     # It is back: its update of a later round counts.

@@ -6,35 +6,17 @@ import json
 
 import pytest
 from support.inprocess import SETTINGS as BASE
+from support.inprocess import counted_runner
 from support.rules import SETTINGS
 
 from umbel.cli.compare import compare, configurations
 from umbel.errors import ConfigError
 
 
-def in_process(folder):
-    from support.fakegrid import FakeGrid, FakeSite, VirtualClock, app_site
-
-    from server_app.run import Session
-
-    started = []
-
-    def run(config) -> int:
-        clock = VirtualClock()
-        grid = FakeGrid(clock)
-        for number, name in enumerate(("clinic", "kitchen"), start=1):
-            node = {"name": name, "data": f"demo:{name}", "state-dir": str(folder / name), "resident": "off"}
-            grid.sites[number] = FakeSite(app_site(number, node))
-        started.append(config.run.name)
-        return Session(config, grid, simulated=True, now=clock.now, sleep=clock.sleep).run()
-
-    return run, started
-
-
 def test_methods_are_compared_at_equal_tokens(tmp_path) -> None:
     overrides = [*BASE, *SETTINGS, "run.rounds=1"]
     planned = configurations(None, overrides, ["fedit", "ffa", "fedask"], 1, tmp_path / "out")
-    run, started = in_process(tmp_path)
+    run, started = counted_runner(tmp_path)
     said: list[str] = []
     assert compare(planned, run, tmp_path / "out", say=said.append) == 0
     rows = {r["method"]: r for r in json.loads((tmp_path / "out" / "comparison.json").read_text())}

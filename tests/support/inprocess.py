@@ -8,7 +8,7 @@ from typing import Any
 
 from server_app.run import Session
 from support.fakegrid import Answer, FakeGrid, FakeSite, VirtualClock, app_site
-from umbel.config import resolve
+from umbel.config import Config, resolve
 from umbel.telemetry.events import read_events
 
 SITES = ("clinic", "kitchen", "workshop")
@@ -63,3 +63,21 @@ def commits(folder: Path) -> list[dict[str, Any]]:
 def crcs(folder: Path) -> list[str]:
     """Return the names of the committed states, by round."""
     return [record["state_crc"] for record in commits(folder)]
+
+
+def counted_runner(
+    folder: Path, sites: Sequence[str] = ("clinic", "kitchen")
+) -> tuple[Callable[[Config], int], list[str]]:
+    """Return (what runs a configuration of `umbel compare` and gives its exit code, the names of the runs started)."""
+    started: list[str] = []
+
+    def run(config: Config) -> int:
+        clock = VirtualClock()
+        grid = FakeGrid(clock)
+        for number, name in enumerate(sites, start=1):
+            node = {"name": name, "data": f"demo:{name}", "state-dir": str(folder / name), "resident": "off"}
+            grid.sites[number] = FakeSite(app_site(number, node))
+        started.append(config.run.name)
+        return Session(config, grid, simulated=True, now=clock.now, sleep=clock.sleep).run()
+
+    return run, started

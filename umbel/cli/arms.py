@@ -117,6 +117,15 @@ def one_row_a_seed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for key in ("heldout_loss_first", "heldout_loss_last"):
             if known.get(key) is not None and row.get(key) is not None:
                 known[key] = (n * known[key] + row[key]) / (n + 1)
+        known["curve"] = [
+            {
+                **p,
+                "loss": (n * p["loss"] + q["loss"]) / (n + 1),
+                **{k: p[k] + q[k] for k in ("bytes", "tokens", "seconds")},
+            }
+            for p, q in zip(known.get("curve") or (), row.get("curve") or (), strict=False)
+            if p["round"] == q["round"]
+        ]
         for key in ("tokens", "elapsed_seconds"):
             known[key] = (known.get(key) or 0) + (row.get(key) or 0)
         known["runs"] = n + 1

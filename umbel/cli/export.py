@@ -13,13 +13,25 @@ from umbel.models.source import ModelSpec
 from umbel.telemetry.runfolder import RunFolder
 
 
-def export_run(run_dir: Path, *, merge: bool = False, output: str = "", round_index: int = 0) -> Path:
+def export_run(
+    run_dir: Path,
+    *,
+    merge: bool = False,
+    output: str = "",
+    round_index: int = 0,
+    own: str = "",
+    share: float = 0.5,
+    one_rank: bool = False,
+) -> Path:
     """Write the adapter (or, with `merge`, the merged model) of a checkpoint and return the folder.
 
+    `own` is the folder of a site's own adapter, of which the export takes the share `share`; `one_rank` writes rank and
+    alpha patterns out (`umbel.models.personal`).
     Raises DataError when the run has no such checkpoint, ModelError when base and state do not fit.
     """
     from umbel.models.combine import one_adapter
     from umbel.models.export import merge_adapter, save_adapter, save_full
+    from umbel.models.personal import interpolated, read_adapter, uniform
 
     folder = RunFolder.open(run_dir)
     config = resolve(folder.config_toml)
@@ -37,6 +49,14 @@ def export_run(run_dir: Path, *, merge: bool = False, output: str = "", round_in
         )
     if config.train.mode == "lora":
         state, settings = one_adapter(memory.state, settings)
+        if own:
+            state, settings = interpolated((state, settings), read_adapter(own, settings), share)
+        if one_rank:
+            state, settings = uniform(state, settings)
+    elif own or one_rank:
+        raise ConfigError(
+            "train.mode", "has no adapter to mix or reshape", got=config.train.mode, allowed="'lora'"
+        )
     if config.train.mode == "full":
         target = Path(output or folder.model)
         save_full(target, spec, memory.state, card=card)

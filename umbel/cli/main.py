@@ -135,9 +135,19 @@ def compare(
     methods: Annotated[str, typer.Option(help="methods, comma separated")],
     seeds: Annotated[int, typer.Option(help="runs of each method, with consecutive seeds", min=1)] = 3,
     output: Annotated[str, typer.Option(help="folder of the runs and the table")] = "",
+    disturb: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE: every method runs once more a seed under it; repeatable"),
+    ] = None,
+    budget_bytes: Annotated[
+        float, typer.Option(help="bytes of Quality-under-Budget; 0: the least that a method moved", min=0.0)
+    ] = 0.0,
+    target_loss: Annotated[
+        float, typer.Option(help="loss of Cost-to-Target; 0: the worst final loss of a method", min=0.0)
+    ] = 0.0,
     overrides: Overrides = None,
 ) -> None:
-    """Run several methods on one recipe with the same seeds and print one table (simulated on this machine)."""
+    """Run several methods on one recipe with the same seeds: one table, three protocols, one picture (simulated)."""
     import time
 
     from umbel.cli import launch
@@ -149,9 +159,18 @@ def compare(
     folder = Path(output) if output else runs_root() / f"compare-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = folder.expanduser().absolute()
     names = [name.strip() for name in methods.split(",") if name.strip()]
-    planned = configurations(path, overrides or [], names, seeds, folder)
+    planned = configurations(path, overrides or [], names, seeds, folder, disturb or [])
     ready = [(m, s, launch.localise(config, name=m)) for m, s, config in planned]
-    raise typer.Exit(compare_runs(ready, lambda c: launch.simulate(c, say=say), folder, say=say))
+    code = compare_runs(
+        ready,
+        lambda c: launch.simulate(c, say=say),
+        folder,
+        say=say,
+        disturb=disturb or [],
+        budget_bytes=budget_bytes,
+        target_loss=target_loss,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -218,22 +237,42 @@ def export(
         str, typer.Option(help="target folder; default: adapter-export/ or merged/ of the run")
     ] = "",
     checkpoint: Annotated[int, typer.Option(help="round of the checkpoint; 0: the newest")] = 0,
+    own: Annotated[str, typer.Option(help="folder of a site's own adapter, mixed in by --share")] = "",
+    share: Annotated[float, typer.Option(help="share of the own adapter's update", min=0.0, max=1.0)] = 0.5,
+    one_rank: Annotated[
+        bool, typer.Option("--one-rank", help="no rank or alpha pattern, for servers of many adapters (vLLM)")
+    ] = False,
 ) -> None:
     """Export a run's adapter (or merged model) from its newest checkpoint."""
     from umbel.cli.export import export_run
 
-    say(str(export_run(found(run_dir), merge=merge, output=output, round_index=checkpoint)))
+    target = export_run(
+        found(run_dir),
+        merge=merge,
+        output=output,
+        round_index=checkpoint,
+        own=own,
+        share=share,
+        one_rank=one_rank,
+    )
+    say(str(target))
 
 
 @app.command()
 def doctor(
     recipe: Annotated[str, typer.Argument(help="a recipe whose model and data are checked too")] = "",
     json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    role: Annotated[str, typer.Option(help="server or site: check that service too")] = "",
+    settings: Annotated[str, typer.Option(help="the service's settings, as in deploy/profiles")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="profile, files, network, machine or recipe; may be given again")
+    ] = None,
 ) -> None:
-    """Check this machine: versions, memory, disk, caches, model and data."""
+    """Check this machine: versions, memory, disk, caches, model and data; with --role a deployed service."""
     from umbel.cli.doctor import doctor as check
 
-    raise typer.Exit(check(recipe_path(recipe) if recipe else None, json=json))
+    path = recipe_path(recipe) if recipe else None
+    raise typer.Exit(check(path, json=json, role=role, settings=settings, only=only or ()))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -118,6 +118,10 @@ class Lora:
     rslora: bool = key(False, "scale by alpha/sqrt(r)")
     rank_pattern: str = key("", "name=rank pairs, comma separated")
     alpha_pattern: str = key("", "name=alpha pairs, comma separated")
+    dora: bool = key(False, "DoRA: a magnitude a row beside the product; methods fedavg and fedit")
+    modules_to_save: str = key(
+        "", "modules trained whole beside the adapter, comma separated; methods fedavg and fedit"
+    )
     site_ranks: str = key(
         "", "site=rank pairs, comma separated; a site's node-config rank counts too; others have lora.rank"
     )
@@ -173,6 +177,11 @@ class Train:
     sharding: str = key(
         "ddp", "what several processes hold: all weights each, or shards (FSDP2)", choices=("ddp", "fsdp")
     )
+    proximal_space: str = key(
+        "values",
+        "what proximal-mu pulls: the numbers, or the products B A of an adapter, whatever their basis",
+        choices=("values", "product"),
+    )
     optimizer_state: str = key("reset", "local Adam moments between rounds", choices=("reset", "keep"))
     precision: str = key(
         "float32",
@@ -211,6 +220,11 @@ class Server:
         "whole",
         "a round in which one site of several delivered: its values as they are, or the damped outer step",
         choices=("whole", "damped"),
+    )
+    step_weights: str = key(
+        "plain",
+        "sites with unequal local steps: the mean as it is, or FedNova's mean a step",
+        choices=("plain", "fednova"),
     )
     tau: float = key(
         0.0, "adaptivity floor; 0: the median change of the first round, apart for A and B", low=0.0, high=1e3

@@ -42,20 +42,20 @@ def places(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     }
 
 
-def machine_checks() -> Iterator[Check]:
-    """All checks that need no recipe, in the order they are shown."""
+def machine_checks(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """All checks that need no recipe, in the order they are shown; `environ` is that of the service."""
     yield check_python(platform.python_version(), requirements()[0])
     yield from check_packages(requirements()[1])
     yield check_numba()
     yield check_torch()
     yield check_flower_cli(shutil.which("flwr", path=_search_path()))
-    yield check_runtime_installs(os.environ)
-    for name, folder in places().items():
+    yield check_runtime_installs(environ)
+    for name, folder in places(environ).items():
         yield check_writable(name, folder)
         yield check_disk(name, shutil.disk_usage(existing_part(folder)).free)
     yield check_shared_memory(Path("/dev/shm"))
     yield check_memory()
-    yield check_proxies(os.environ)
+    yield check_proxies(environ)
 
 
 def requirements() -> tuple[str, list[str]]:

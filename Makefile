@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make demo      three institutions fine-tune a 135M-parameter model together (about 5 minutes)"
 	@echo "make test      all tests but the next"
-	@echo "make test-faults   killed, stopped and cut off processes of a real federation (about 10 minutes)"
+	@echo "make test-faults   real processes killed, stopped and cut off; the shipped deployment (about 12 minutes)"
 	@echo "make check     format, lint, types, import rules, spelling"
 	@echo "make check-deploy   the shipped services, certificates, proxies and charts, run on loopback"
 	@echo "make docs      the documentation as pages, in build/site"
@@ -54,7 +54,7 @@ check: install
 	$(BIN)/codespell
 
 check-deploy: install
-	$(BIN)/python -m pytest tests/deploy tests/fault/test_f50_real.py
+	UMBEL_NIGHTLY=1 $(BIN)/python -m pytest tests/deploy tests/fault/test_f50_real.py
 
 format: install
 	$(BIN)/ruff check --fix .

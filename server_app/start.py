@@ -1,8 +1,7 @@
 """What a run starts from: the tensors' layout, the first state, the scales and the reference fingerprints.
 
 For an adapter the server needs no weights: shapes come from the model's configuration on the meta device and the
-first adapter from the run's seed, so that no site draws its own. DoRA's magnitudes and modules trained whole are read
-off the base, once, here. For full training the first state is the base.
+first adapter from the run's seed, so that no site draws its own. For full training the first state is the base.
 """
 
 from __future__ import annotations
@@ -54,9 +53,6 @@ def prepare(config: Config) -> Start:
     if config.train.mode == "lora":
         modules = adapted_modules(attach(meta_model(spec), settings))
         state = initial_adapter(modules, settings, config.run.seed)
-        if settings.dora or settings.modules_to_save:
-            whole = read_state(attach(load_model(spec), settings), "lora")
-            state = {name: state.get(name, array) for name, array in whole.items()}
     else:
         from_scratch = config.run.task == "pretrain" and not spec.has_weights
         seed = derive_seed(config.run.seed, "weights")

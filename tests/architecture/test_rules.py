@@ -20,6 +20,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOWER_ALLOWED = (
     "server_app/",
     "client_app/app.py",
+    "client_app/resident/probe.py",
     "client_app/resident/site.py",
     "strategies/base.py",
     "compression/flower.py",

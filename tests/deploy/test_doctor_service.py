@@ -20,7 +20,7 @@ from support.deployed import Deployment
 
 from umbel.cli.flower import free_port
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 class Shifted(http.server.BaseHTTPRequestHandler):

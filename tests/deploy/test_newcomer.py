@@ -18,7 +18,7 @@ import pytest
 
 from umbel.cli.flower import free_port
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.federation, pytest.mark.nightly, pytest.mark.timeout(290)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "deployment.md"

@@ -16,7 +16,7 @@ from support.deployed import DEPLOY, Deployment
 
 from umbel.cli.flower import free_port
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +35,24 @@ def start(d: Deployment, name: str) -> int:
         (DEPLOY / "proxy" / ("nginx.conf" if name == "nginx" else "Caddyfile")).read_text("utf-8")
     )
     text = text.replace("8443", str(port)).replace("127.0.0.1:8000", f"127.0.0.1:{d.port}")
-    file = d.folder / f"{name}.conf"
+    file = d.folder / f"{name}-{port}.conf"
     if name == "nginx":
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         scratch = "".join(f"    {kind}_temp_path {d.folder}/{kind};\n" for kind in kinds)
-        text = text.replace("/run/nginx.pid", f"{d.folder}/nginx.pid").replace(
+        text = text.replace("/run/nginx.pid", f"{d.folder}/nginx-{port}.pid").replace(
             "http {\n", "http {\n" + scratch
         )
         command = [str(shutil.which("nginx")), "-e", "stderr", "-c", str(file), "-g", "daemon off;"]
     else:
         command = [str(shutil.which("caddy")), "run", "--adapter", "caddyfile", "--config", str(file)]
     file.write_text(text, "utf-8")
-    d.spawn(name, command, HOME=str(d.folder), XDG_DATA_HOME=str(d.folder), XDG_CONFIG_HOME=str(d.folder))
+    d.spawn(
+        f"{name}-{port}",
+        command,
+        HOME=str(d.folder),
+        XDG_DATA_HOME=str(d.folder),
+        XDG_CONFIG_HOME=str(d.folder),
+    )
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -54,7 +60,7 @@ def start(d: Deployment, name: str) -> int:
             return port
         except httpx.TransportError:
             time.sleep(0.2)
-    raise AssertionError(f"{name} did not start: {d.log(name)}")
+    raise AssertionError(f"{name} did not start: {d.log(f'{name}-{port}')}")
 
 
 def ask(d: Deployment, port: int, verb: str, path: str, content: bytes = b"") -> httpx.Response:
@@ -77,7 +83,7 @@ def test_only_the_fleet_api_is_seen(server, name) -> None:
     if not shutil.which(name):
         pytest.skip(f"{name} is not installed")
     port = start(server, name)
-    assert listed(server, port, "st-mary") == "registered", server.log(name)
+    assert listed(server, port, "st-mary") == "registered", server.log(f"{name}-{port}")
     assert listed(server, port, "stranger") == "unknown"
     # All of these exist behind it, on loopback.
     assert ask(server, server.port, "GET", "/health").status_code == 200

@@ -19,7 +19,7 @@ from support.deployed import Deployment, settled
 from umbel.cli.flower import free_port
 from umbel.cli.inspect import bundle_hash
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(280)]
 
 SITE = "flower-supernode@.service"
 SETTINGS = [

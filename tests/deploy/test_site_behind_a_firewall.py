@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.deployed import Deployment, as_root
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(280)]
 
 INSIDE = "UMBEL_TEST_SITE_NETNS"
 SERVER, SITE = "10.231.7.1", "10.231.7.2"
@@ -24,7 +24,7 @@ FIREWALL = """
 table inet site {
     chain input {
         type filter hook input priority 0; policy drop;
-        iif lo accept
+        iifname "lo" accept
         ct state established,related accept
     }
 }

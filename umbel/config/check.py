@@ -23,7 +23,6 @@ def check(config: Config, *, whole: bool = True) -> Config:
     check_merge(config)
     check_mode(config)
     check_steps(config)
-    check_beside_factors(config)
     if whole:
         check_privacy(config)
     check_split(config)
@@ -89,32 +88,12 @@ def check(config: Config, *, whole: bool = True) -> Config:
     return config
 
 
-def check_beside_factors(config: Config) -> None:
-    """Raise ConfigError where tensors beside the factors would meet a rule that knows factors alone."""
-    plain = config.run.method in ("fedavg", "fedit") and config.clients.merge == "mean"
-    for key, got in (("lora.dora", config.lora.dora), ("lora.modules-to-save", config.lora.modules_to_save)):
-        fits = plain and config.run.task == "sft" and config.train.mode == "lora"
-        if got and not (fits and config.model.quantization == "none"):
-            raise ConfigError(
-                key,
-                f"adds tensors that are no factors, and run.method = {config.run.method!r}, clients.merge = "
-                f"{config.clients.merge!r}, run.task = {config.run.task!r}, train.mode = {config.train.mode!r}, "
-                f"model.quantization = {config.model.quantization!r} has no rule for them",
-                got=got,
-                allowed="run.method = 'fedavg' or 'fedit' with clients.merge = 'mean', an adapter in run.task = 'sft' "
-                "and a base that is not quantised",
-            )
-
-
 def check_steps(config: Config) -> None:
     """Raise ConfigError where a way to treat local steps does not fit what is trained and how it is averaged."""
     train, clients = config.train, config.clients
     frozen_bases = ("ravan", "fedsb")
     if train.proximal_space == "product" and (
-        train.mode != "lora"
-        or config.run.task != "sft"
-        or config.run.method in frozen_bases
-        or config.lora.dora
+        train.mode != "lora" or config.run.task != "sft" or config.run.method in frozen_bases
     ):
         raise ConfigError(
             "train.proximal-space",

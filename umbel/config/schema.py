@@ -118,10 +118,6 @@ class Lora:
     rslora: bool = key(False, "scale by alpha/sqrt(r)")
     rank_pattern: str = key("", "name=rank pairs, comma separated")
     alpha_pattern: str = key("", "name=alpha pairs, comma separated")
-    dora: bool = key(False, "DoRA: a magnitude a row beside the product; methods fedavg and fedit")
-    modules_to_save: str = key(
-        "", "modules trained whole beside the adapter, comma separated; methods fedavg and fedit"
-    )
     site_ranks: str = key(
         "", "site=rank pairs, comma separated; a site's node-config rank counts too; others have lora.rank"
     )

@@ -26,8 +26,6 @@ def described(config: Config) -> tuple[ModelSpec, LoraSettings]:
         dropout=a.dropout,
         target_modules=a.target_modules,
         rslora=a.rslora,
-        dora=a.dora,
-        modules_to_save=a.modules_to_save,
         rank_pattern=a.rank_pattern,
         alpha_pattern=a.alpha_pattern,
         dtype=a.dtype,

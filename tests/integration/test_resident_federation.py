@@ -39,6 +39,7 @@ def imported(log: str, module: str) -> int:
 
 
 @pytest.mark.federation
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_r1_r7_thin_processes_one_load_logs_without_data_and_no_orphan(tmp_path, monkeypatch) -> None:
     """R1, R7: two rounds; one site keeps its worker, the other lets it go after each message (`idle-s=0`)."""

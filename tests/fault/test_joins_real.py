@@ -26,7 +26,7 @@ SETTINGS = [
     "clients.minimum=2",
     "clients.quorum=1",
     # What the two rounds cost in which a site is asked that will never answer.
-    "clients.deadline-seconds=30",
+    "clients.deadline-seconds=40",
     "clients.min-deadline-seconds=10",
     "clients.grace-seconds=4",
     "train.local-steps=2",
@@ -93,7 +93,7 @@ def test_f16_a_node_that_leaves_while_its_state_is_on_the_way_costs_nobody_anyth
     record = next(r for r in commits(run["events"]) if r["round"] == index)
     assert "ant" in [a["site"] for a in record["accepted"]]
     assert "cat" not in [a["site"] for a in record["accepted"]]
-    assert record["seconds"]["total"] <= 35
+    assert record["seconds"]["total"] <= 45
 
 
 def test_f17_a_site_that_missed_rounds_goes_on_from_its_own_last_update(run) -> None:
